@@ -1,0 +1,3 @@
+"""kvshuttle: moves KV cache between vLLM prefill and decode engines, both ways."""
+
+__version__ = "0.1.0"
