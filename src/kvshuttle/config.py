@@ -1,0 +1,78 @@
+"""Every knob, declared once: default, unit, meaning and range.
+
+One frozen dataclass for each part. Only ``cli.py`` and vLLM's own configuration feed them; an unknown
+key is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvshuttle.errors import ConfigError
+
+# --- the connector, inside vLLM -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Knobs of ``kv_connector_extra_config``; ``from_extra_config`` refuses unknown keys and bad values.
+
+    Defaults: the lease of 30 s is vLLM's own (``kv_lease_duration``). An acquire takes about a millisecond, so 2 s
+    means that the holder is gone. A read of 32k tokens of a 70B model is some 10 GB, about a second on one 100 Gb/s link.
+    """
+
+    side_channel_host: str = "127.0.0.1"
+    """Address to bind; anything but loopback needs ``KVSHUTTLE_SECRET``."""
+    side_channel_port: int = 14579
+    """Port of the engine's side channel, 0 for a free one; the data-parallel rank is added. Default: vLLM's ``kv_port``."""
+    advertise_host: str = ""
+    """Name or address under which peers reach this host; "" means ``side_channel_host``."""
+    model_identity: str = ""
+    """What makes two engines' weights the same; "" means the last part of the model's name or path."""
+    nixl_backends: tuple[str, ...] = ("UCX",)
+    """NIXL backends, for instance ``["LIBFABRIC"]`` on EFA."""
+    nixl_backend_params: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Parameters for each backend, as NIXL takes them."""
+    nixl_progress_thread: bool = False
+    """NIXL's own progress thread; it burns a core for each agent even when idle."""
+    lease_s: float = 30.0
+    """How long computed KV is kept for a reader that does not come, and how long a lease lasts unrenewed."""
+    acquire_timeout_s: float = 2.0
+    """Longest wait for a holder's answer before the prompt is recomputed."""
+    read_timeout_s: float = 10.0
+    """Longest a read may take before it counts as failed."""
+    submit_margin_s: float = 1.0
+    """No read starts or counts later than this before the lease ends."""
+    recompute_threshold_tokens: int = 0
+    """Fewest missing tokens worth a read; below it they are computed locally."""
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "acquire_timeout_s", "read_timeout_s", "submit_margin_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{name}: a number of seconds above 0, got {value!r}")
+        if not self.submit_margin_s < self.lease_s / 3:
+            raise ConfigError(
+                f"submit_margin_s: less than a third of lease_s ({self.lease_s}), got {self.submit_margin_s}:"
+                " a lease is renewed after a third of its life"
+            )
+        if not isinstance(self.side_channel_port, int) or not 0 <= self.side_channel_port <= 65535:
+            raise ConfigError(f"side_channel_port: 0 to 65535, got {self.side_channel_port!r}")
+        if not isinstance(self.recompute_threshold_tokens, int) or self.recompute_threshold_tokens < 0:
+            raise ConfigError(f"recompute_threshold_tokens: 0 or more, got {self.recompute_threshold_tokens!r}")
+        if not self.nixl_backends or not all(isinstance(name, str) for name in self.nixl_backends):
+            raise ConfigError(f'nixl_backends: a list of names such as ["UCX"], got {self.nixl_backends!r}')
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Build from vLLM's ``kv_connector_extra_config``. Raises ``ConfigError`` naming the key."""
+        known = {knob.name: knob for knob in fields(cls)}
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ConfigError(f"kv_connector_extra_config.{unknown[0]}: unknown key; known are {', '.join(sorted(known))}")
+        values = dict(extra)
+        if isinstance(values.get("nixl_backends"), list):
+            values["nixl_backends"] = tuple(values["nixl_backends"])
+        return cls(**values)

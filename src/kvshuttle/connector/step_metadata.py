@@ -1,0 +1,73 @@
+"""What the two halves tell each other each engine step; pickled by vLLM between its processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvshuttle.handoff.block_plan import BlockPlan
+from kvshuttle.handoff.messages import WorkerCard
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """Read ``plan`` from the peer named ``incarnation`` for ``request_id``, within ``budget_s`` of ``issued_at_s``.
+
+    ``issued_at_s`` is the host's monotonic clock: both halves of an engine normally share a host, which
+    ``host`` tells; on another host the worker takes a fixed allowance off the budget instead.
+    """
+
+    request_id: str
+    incarnation: str
+    plan: BlockPlan
+    budget_s: float
+    issued_at_s: float
+    host: str
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler half to worker halves, every step.
+
+    ``peers``: cards of engines not named before, by incarnation. ``gone``: incarnations to forget.
+    """
+
+    reads: list[ReadOrder] = field(default_factory=list)
+    peers: dict[str, tuple[WorkerCard, ...]] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Worker halves to scheduler half, when there is something to say.
+
+    ``failed``: request id to what went wrong. ``undrained``: failed reads that may still touch their
+    destination, one count a rank; ``drained``: the same, once they cannot any more.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict)
+    undrained: Counter[str] = field(default_factory=Counter)
+    drained: Counter[str] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Merge the reports of two ranks of one step."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(
+            failed={**other.failed, **self.failed},
+            undrained=self.undrained + other.undrained,
+            drained=self.drained + other.drained,
+        )
+
+
+@dataclass
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """Worker half to scheduler half, once, after the KV caches exist."""
+
+    card: WorkerCard
+    kv_layout: str

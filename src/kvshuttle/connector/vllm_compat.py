@@ -1,0 +1,100 @@
+"""Every difference between the supported vLLM releases, and nowhere else.
+
+Supported: 0.27.1 to 0.32. Names that a release lacks are replaced here by equivalents, so that the rest of
+the connector is written against one API: the newest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+    from kvshuttle.blocks import ContentIdentity
+
+
+try:  # 0.30 and later
+    TransferResults = _base.KVConnectorTransferResults
+    HAS_TRANSFER_RESULTS = True
+except AttributeError:
+    HAS_TRANSFER_RESULTS = False
+
+    @dataclass
+    class TransferResults:  # type: ignore[no-redef]
+        """What 0.30's ``KVConnectorTransferResults`` holds."""
+
+        finished_sending: set[str] = field(default_factory=set)
+        finished_recving: set[str] = field(default_factory=set)
+        failed_recving: set[str] = field(default_factory=set)
+
+
+try:  # 0.32 and later
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HIT_SOURCE: Any = CacheHitSource.P2P
+except ImportError:
+    HIT_SOURCE = None
+
+
+def vllm_version() -> str:
+    """The release as text. The CPU wheel's distribution has another name, so ask the module first."""
+    import vllm
+
+    return str(getattr(vllm, "__version__", "unknown"))
+
+
+def content_identity(request: Request) -> ContentIdentity:
+    """What besides token ids decides the KV of ``request``: LoRA, salt, multimodal items."""
+    from kvshuttle.blocks import ContentIdentity, MultimodalSpan
+
+    lora = getattr(request, "lora_request", None)
+    spans = tuple(
+        MultimodalSpan(
+            offset_tokens=int(feature.mm_position.offset),
+            num_tokens=int(feature.mm_position.length),
+            identity=str(feature.identifier),
+        )
+        for feature in (getattr(request, "mm_features", None) or ())
+    )
+    return ContentIdentity(
+        lora=str(lora.lora_name) if lora is not None else "",
+        salt=str(getattr(request, "cache_salt", None) or ""),
+        multimodal=spans,
+    )
+
+
+def is_answered(request: Request) -> bool:
+    """True when a request ended because it was done, not because it was aborted or failed."""
+    from vllm.v1.request import RequestStatus
+
+    names = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+    return request.status in {getattr(RequestStatus, name) for name in names if hasattr(RequestStatus, name)}
+
+
+def pin(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """Keep blocks out of the free list; each call adds one reference per block."""
+    pool.touch([pool.blocks[block_id] for block_id in block_ids])
+
+
+def unpin(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """Give one reference per block back; the tail of a sequence is evicted before its head."""
+    pool.free_blocks([pool.blocks[block_id] for block_id in reversed(tuple(block_ids))])
+
+
+def attention_isa(dtype: Any, block_size_tokens: int, head_size: int, cache_dtype: str) -> str:
+    """Order of bytes in a CPU page: K is packed for the instruction set. "" off the CPU backend."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        return ""
+    try:
+        return str(_get_attn_isa(dtype, block_size_tokens, head_size, cache_dtype))
+    except TypeError:  # before the cache dtype was an argument
+        return str(_get_attn_isa(dtype, block_size_tokens, head_size))
