@@ -34,7 +34,37 @@ class TransferStatus(Enum):
 
 
 class Transfer(Protocol):
-    """An opaque posted transfer. ``repr`` is short and made for logs."""
+    """A posted transfer: what it is and what it cost. ``repr`` is short and made for logs."""
+
+    @property
+    def num_descriptors(self) -> int:
+        """Rows handed to ``post``."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to move."""
+        ...
+
+    @property
+    def posted_at_s(self) -> float:
+        """Instant just before posting, on the transport's clock."""
+        ...
+
+    @property
+    def post_s(self) -> float:
+        """Seconds spent in ``post``."""
+        ...
+
+    @property
+    def wire_s(self) -> float | None:
+        """Seconds from ``posted_at_s`` until a final status was seen; None while pending."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it failed, or ""."""
+        ...
 
 
 class Transport(Protocol):

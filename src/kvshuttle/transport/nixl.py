@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from kvshuttle.errors import ConfigError, LocalProtocolError, PeerUnreachable, T
 from kvshuttle.transport import Operation, PeerName, TransferStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+
     from numpy.typing import NDArray
 
 _MODULES = ("nixl_cu12._api", "nixl._api")
