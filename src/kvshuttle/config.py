@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvshuttle.errors import ConfigError
 
@@ -76,3 +78,174 @@ class ConnectorConfig:
         if isinstance(values.get("nixl_backends"), list):
             values["nixl_backends"] = tuple(values["nixl_backends"])
         return cls(**values)
+
+
+# --- the router -----------------------------------------------------------------------------------
+
+
+class EngineRole(StrEnum):
+    """An engine's place in a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class PrefillFailurePolicy(StrEnum):
+    """What happens when no prefill engine could serve a request after all attempts."""
+
+    RETRY_THEN_LOCAL = "retry_then_local"
+    """The decode engine computes the prompt itself, up to ``local_prefill_max_tokens``."""
+    RETRY_THEN_FAIL = "retry_then_fail"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Where one engine listens. ``name`` stands for it in logs and metrics; addresses never leave the router."""
+
+    name: str
+    role: EngineRole
+    host: str
+    port: int
+    is_tls: bool
+    side_address: str
+    """``host:port`` of its scheduler half's side channel."""
+
+    @classmethod
+    def parse(cls, text: str, role: EngineRole, index: int) -> EngineSpec:
+        """From ``http://host:port,side_host:side_port``, as on the command line. Raises ``ConfigError``."""
+        url_text, comma, side_address = text.strip().partition(",")
+        url = urlsplit(url_text)
+        example = f"write http://127.0.0.1:8100,127.0.0.1:14579 instead of {text!r}"
+        try:
+            port, side = url.port, urlsplit(f"//{side_address}")
+            is_side_good = bool(comma and side.hostname and side.port) and not side.path
+        except ValueError as error:
+            raise ConfigError(f"{role} engine: {error}; {example}") from error
+        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query:
+            raise ConfigError(f"{role} engine: the URL is scheme, host and port only; {example}")
+        if not is_side_good:
+            raise ConfigError(f"{role} engine: the side channel's host:port is missing or malformed; {example}")
+        is_tls = url.scheme == "https"
+        return cls(f"{role}-{index}", role, url.hostname, port or (443 if is_tls else 80), is_tls, side_address.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Knobs of ``kvshuttle router``; ``from_mapping`` refuses unknown keys and bad values.
+
+    Every wait of a request has its own deadline. The defaults leave room for long prompts on slow engines: a *dead*
+    engine is noticed by its reset connections or by ``unhealthy_after`` failed probes, long before them.
+    """
+
+    engines: tuple[EngineSpec, ...]
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = 8000
+    """Port to bind, 0 for a free one."""
+    prefill_failure_policy: PrefillFailurePolicy = PrefillFailurePolicy.RETRY_THEN_LOCAL
+    local_prefill_max_tokens: int = 32_768
+    """Longest prompt (estimated) that a decode engine may be made to compute after failures; 0 for none."""
+    disaggregate_from_tokens: int = 0
+    """Shorter prompts (estimated) go to a decode engine alone."""
+    prefill_keep_fields: tuple[str, ...] = ()
+    """Fields the prefill leg keeps though it usually drops them, for chat templates that render them
+    (Kimi K3 renders ``response_format`` and ``tool_choice``)."""
+    max_attempts: int = 3
+    """Dispatches of one request before the failure policy decides."""
+    retry_pause_s: float = 0.05
+    """Pause before the first retry, doubled for each further one."""
+    connect_timeout_s: float = 2.0
+    prefill_timeout_s: float = 300.0
+    first_byte_timeout_s: float = 300.0
+    """Decode leg: longest wait for its first data event, or for a whole answer that is not streamed."""
+    idle_timeout_s: float = 120.0
+    """Longest gap between two reads of a decode stream."""
+    total_timeout_s: float = 3600.0
+    slow_client_timeout_s: float = 60.0
+    """Longest time a client may leave a full buffer unread."""
+    request_timeout_s: float = 60.0
+    """Longest time a client may take to send one request."""
+    keep_alive_s: float = 75.0
+    """Idle time after which a client's connection is closed."""
+    drain_s: float = 30.0
+    """Time given to running requests at shutdown."""
+    max_header_bytes: int = 65_536
+    max_body_bytes: int = 64 * 1024 * 1024
+    max_response_bytes: int = 256 * 1024 * 1024
+    """Longest answer that is not streamed; it is checked whole before the client sees any of it."""
+    client_buffer_bytes: int = 262_144
+    """Unread bytes per client above which its engine is no longer read."""
+    max_connections: int = 8192
+    """Client connections at a time."""
+    max_engine_connections: int = 2048
+    """Connections to one engine at a time."""
+    engine_idle_s: float = 4.0
+    """Idle engine connections are closed after this; below the 5 s after which vLLM closes them itself."""
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 3.0
+    unhealthy_after: int = 3
+    """Failed probes in a row before an engine counts as down; a refused connection counts at once."""
+    quarantine_s: float = 2.0
+    """How long a failing engine is avoided, doubled for each failure in a row up to sixteenfold."""
+    engine_api_key: str = ""
+    """Sent with the router's own look at ``/v1/models``; clients' own keys are passed on with their requests."""
+    is_logging_requests: bool = True
+    """One JSON line for each request, without any of its text."""
+
+    def __post_init__(self) -> None:
+        self._validate_engines()
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            if knob.name.endswith("_s") and not _is_duration(value):
+                raise ConfigError(f"{knob.name}: a number of seconds above 0, got {value!r}")
+            if knob.name.endswith("_bytes") and (not isinstance(value, int) or value < 1024):
+                raise ConfigError(f"{knob.name}: 1024 or more, got {value!r}")
+            if knob.name.startswith("max_") and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{knob.name}: 1 or more, got {value!r}")
+        if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: 0 to 65535, got {self.port!r}")
+        for name in ("local_prefill_max_tokens", "disaggregate_from_tokens", "unhealthy_after"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ConfigError(f"{name}: 0 or more, got {getattr(self, name)!r}")
+        if self.prefill_failure_policy not in tuple(PrefillFailurePolicy):
+            raise ConfigError(
+                f"prefill_failure_policy: one of {', '.join(PrefillFailurePolicy)}, got {self.prefill_failure_policy!r}"
+            )
+
+    def _validate_engines(self) -> None:
+        for role in EngineRole:
+            if not any(engine.role is role for engine in self.engines):
+                raise ConfigError(f"engines: at least one {role} engine is needed; name it with --{role} URL,SIDE")
+        for attribute in ("name", "side_address"):
+            values = [getattr(engine, attribute) for engine in self.engines]
+            for value in values:
+                if values.count(value) > 1:
+                    raise ConfigError(f"engines: {attribute} {value!r} is given twice")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> RouterConfig:
+        """From a TOML table: ``prefill`` and ``decode`` are lists of ``"URL,SIDE"``, the rest are the knobs by name.
+
+        Raises ``ConfigError`` naming the key.
+        """
+        rest = dict(values)
+        engines: list[EngineSpec] = []
+        for role in EngineRole:
+            texts = rest.pop(role.value, [])
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"{role}: a list of URL,SIDE strings, got {texts!r}")
+            engines += [EngineSpec.parse(text, role, index) for index, text in enumerate(texts)]
+        known = {knob.name for knob in fields(cls)} - {"engines"}
+        unknown = sorted(set(rest) - known)
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: unknown key; known are prefill, decode, {', '.join(sorted(known))}")
+        if isinstance(rest.get("prefill_keep_fields"), list):
+            rest["prefill_keep_fields"] = tuple(rest["prefill_keep_fields"])
+        policy = rest.get("prefill_failure_policy")
+        if policy in tuple(PrefillFailurePolicy):
+            rest["prefill_failure_policy"] = PrefillFailurePolicy(policy)
+        return cls(engines=tuple(engines), **rest)
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
