@@ -1,0 +1,124 @@
+"""Which engine serves a leg: filter, score, pick, with a reason.
+
+Hard filters drop engines that cannot serve the leg at all. Soft filters drop engines that failed lately or
+failed this very request, unless nobody else is left: with every engine in quarantine, trying one
+is better than refusing. Scores lie in [0, 1], more is better; the highest wins and equal ones are drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+_SCORE_TOLERANCE = 1e-9
+_NO_BLOCKS_PENALTY = 0.5
+"""A decode engine with no free blocks would have to preempt: its score halves, falling linearly from a tenth free."""
+_LOW_FREE_FRACTION = 0.1
+
+
+class PlacementReason(StrEnum):
+    """Why this engine, or why none. Also the metric label."""
+
+    ONLY_CANDIDATE = "only_candidate"
+    LEAST_LOADED = "least_loaded"
+    LAST_RESORT = "last_resort"
+    """Every candidate is in quarantine or failed this request before."""
+    NO_ENGINE_UP = "no_engine_up"
+    MODEL_NOT_SERVED = "model_not_served"
+    NO_COMPATIBLE_PAIR = "no_compatible_pair"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the router believes of one engine at one instant.
+
+    ``outstanding_*``: dispatched by this router and not answered. ``reported_requests``: running and waiting by the
+    engine's own report, other routers' included. ``models``: names it serves, None when unknown. ``peers``: names of
+    the engines of the other role that are up and whose KV it can exchange.
+    """
+
+    name: str
+    is_up: bool
+    is_quarantined: bool = False
+    outstanding_requests: int = 0
+    outstanding_tokens: int = 0
+    reported_requests: int = 0
+    free_blocks_fraction: float = 1.0
+    models: frozenset[str] | None = None
+    peers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The engine picked (None: none can serve) and why."""
+
+    engine: str | None
+    reason: PlacementReason
+
+
+def place_prefill(views: Sequence[EngineView], *, model: str, avoid: Collection[str], draw: float) -> Placement:
+    """The prefill engine with the fewest outstanding prefill tokens.
+
+    score = 1 / (1 + outstanding_tokens). Only engines with a compatible decode engine count. ``model``: "" for any.
+    ``avoid``: engines that failed this request. ``draw``: uniform in [0, 1), decides between equals.
+    """
+    return _place(
+        views, model, lambda view: bool(view.peers), avoid, lambda view: 1.0 / (1.0 + view.outstanding_tokens), draw
+    )
+
+
+def place_decode(
+    views: Sequence[EngineView], *, model: str, source: str | None, avoid: Collection[str], draw: float
+) -> Placement:
+    """The decode engine with the least load, able to read from ``source`` when that is not None.
+
+    load = max(outstanding_requests, reported_requests); score = 1 / (1 + load) · memory, where memory falls
+    linearly from 1 at a tenth of the blocks free to 0.5 at none.
+    """
+    return _place(views, model, lambda view: source is None or source in view.peers, avoid, _decode_score, draw)
+
+
+def _decode_score(view: EngineView) -> float:
+    load = max(view.outstanding_requests, view.reported_requests)
+    shortage = 1.0 - min(view.free_blocks_fraction, _LOW_FREE_FRACTION) / _LOW_FREE_FRACTION
+    return (1.0 - _NO_BLOCKS_PENALTY * shortage) / (1.0 + load)
+
+
+def _place(
+    views: Sequence[EngineView],
+    model: str,
+    is_pairable: Callable[[EngineView], bool],
+    avoid: Collection[str],
+    score: Callable[[EngineView], float],
+    draw: float,
+) -> Placement:
+    up = [view for view in views if view.is_up]
+    if not up:
+        return Placement(None, PlacementReason.NO_ENGINE_UP)
+    serving = [view for view in up if not model or view.models is None or model in view.models]
+    if not serving:
+        return Placement(None, PlacementReason.MODEL_NOT_SERVED)
+    able = [view for view in serving if is_pairable(view)]
+    if not able:
+        return Placement(None, PlacementReason.NO_COMPATIBLE_PAIR)
+    fresh = [view for view in able if view.name not in avoid]
+    sound = [view for view in fresh if not view.is_quarantined]
+    candidates = sound or fresh or able
+    winner = _highest(candidates, score, draw)
+    if not sound:
+        return Placement(winner.name, PlacementReason.LAST_RESORT)
+    reason = PlacementReason.ONLY_CANDIDATE if len(candidates) == 1 else PlacementReason.LEAST_LOADED
+    return Placement(winner.name, reason)
+
+
+def _highest(views: Sequence[EngineView], score: Callable[[EngineView], float], draw: float) -> EngineView:
+    if len(views) == 1:
+        return views[0]
+    scores = [score(view) for view in views]
+    best = max(scores)
+    equals = [view for view, value in zip(views, scores, strict=True) if best - value <= _SCORE_TOLERANCE]
+    return equals[int(draw * len(equals))]
