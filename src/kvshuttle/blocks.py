@@ -16,7 +16,8 @@ from dataclasses import dataclass
 DIGEST_LEN_BYTES = 16
 """128 bits of BLAKE2b: a collision needs 2**64 sequences, found on purpose or by accident."""
 
-_SCHEME = b"kvshuttle-token-chain-v1"
+CHAIN_SCHEME = "kvshuttle-token-chain-v1"
+"""Names the way links are made; it is part of every root and of every engine's fingerprint."""
 
 
 def num_blocks_for(num_tokens: int, block_size_tokens: int) -> int:
@@ -103,7 +104,7 @@ def num_common_tokens(held: TokenChain, wanted: TokenChain) -> int:
 def _root(block_size_tokens: int, identity: ContentIdentity) -> bytes:
     root = hashlib.blake2b(digest_size=DIGEST_LEN_BYTES)
     # Length prefixes keep ("ab", "c") and ("a", "bc") apart.
-    for part in (_SCHEME, str(block_size_tokens).encode(), identity.lora.encode(), identity.salt.encode()):
+    for part in (CHAIN_SCHEME.encode(), str(block_size_tokens).encode(), identity.lora.encode(), identity.salt.encode()):
         root.update(len(part).to_bytes(8, "little"))
         root.update(part)
     return root.digest()

@@ -1,0 +1,262 @@
+"""The scheduler half: vLLM's scheduler hooks in, a step's metadata out.
+
+It lives in the engine core process beside two threads: the engine's own, which runs the hooks, and the side
+channel's, which answers peers and the router even while the engine idles or computes. One lock guards what both
+touch; nothing waits while holding it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kvshuttle import __version__
+from kvshuttle.blocks import TokenChain, token_chain
+from kvshuttle.clock import now_s
+from kvshuttle.connector import fingerprint as fp
+from kvshuttle.connector import vllm_compat
+from kvshuttle.connector.holder import Holder
+from kvshuttle.connector.reader import Reader
+from kvshuttle.connector.service import SideChannelService
+from kvshuttle.connector.stats import ShuttleStats
+from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
+from kvshuttle.handoff.ledger import LeaseLedger
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, EngineCard, Message
+from kvshuttle.handoff.params import DecodeLeg, Leg, PrefillLeg, parse_leg
+from kvshuttle.handoff.wire import MessageCodec
+from kvshuttle.ids import LeaseId, mint
+from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvshuttle.config import ConnectorConfig
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerHalf:
+    """One engine's hand-off decisions. Hooks are called on the engine's thread."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        *,
+        secret: bytes | None,
+        host_id: str,
+    ) -> None:
+        fp.check_supported(vllm_config, kv_cache_config)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._secret = secret
+        self._host_id = host_id
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._incarnation = mint("inc")
+        self._block_size_tokens = int(fp.attention_spec(kv_cache_config).block_size)
+        self._lock = threading.RLock()
+        self._stats = ShuttleStats()
+        self._legs: dict[str, Leg] = {}
+        self._pool: BlockPool | None = None
+        self._live_requests: set[str] = set()
+        self._num_running = 0
+        # Made when the workers' caches exist; before that no hook has anything to do.
+        self._holder: Holder | None = None
+        self._reader: Reader | None = None
+        self._service: SideChannelService | None = None
+        self._side: SideChannelThread[Message] | None = None
+
+    # -- start and stop ---------------------------------------------------------------------------
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """vLLM's block pool, given once before the first step."""
+        self._pool = pool
+        if self._holder is not None:
+            self._holder.bind_pool(pool)
+
+    def open(self, handshakes: Mapping[int, WorkerHandshake]) -> None:
+        """All workers are ready: compose the engine's card and answer the side channel.
+
+        Raises ``ConfigError`` when ranks differ or the address cannot be bound.
+        """
+        ranks = [handshakes[rank] for rank in sorted(handshakes)]
+        own = fp.fingerprint(
+            self._vllm_config, self._kv_cache_config, ranks, model_identity=self._config.model_identity
+        )
+        card = EngineCard(
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            kv_role=str(self._vllm_config.kv_transfer_config.kv_role),
+            protocol_version=PROTOCOL_VERSION,
+            vllm_version=vllm_compat.vllm_version(),
+            fingerprint=own,
+            workers=tuple(handshake.card for handshake in ranks),
+        )
+        ledger = LeaseLedger(incarnation=self._incarnation, fingerprint=own, mint=lambda: LeaseId(mint("lease")))
+        self._holder = Holder(ledger, lease_s=self._config.lease_s)
+        if self._pool is not None:
+            self._holder.bind_pool(self._pool)
+        self._service = SideChannelService(card, ledger, lock=self._lock, load=self._load)
+        endpoint = Endpoint(
+            codec=MessageCodec(),
+            secret=self._secret,
+            sender=self._engine_id,
+            handler=self._service.answer,
+            now_s=now_s,
+        )
+        port = self._config.side_channel_port
+        if port:
+            port += int(getattr(self._vllm_config.parallel_config, "data_parallel_index", 0) or 0)
+        address = endpoint.bind(self._config.side_channel_host, port)
+        self._side = SideChannelThread(endpoint, tick=self._tick, name="kvshuttle-side")
+        self._reader = Reader(
+            self._config, card=card, side=self._side, stats=self._stats, lock=self._lock, host_id=self._host_id
+        )
+        self._side.start()
+        logger.info(
+            "kvshuttle %s: engine %s (%s) listens on %s, vLLM %s",
+            __version__, self._engine_id, self._incarnation, address, card.vllm_version,
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        """Stop the side channel. Idempotent."""
+        if self._side is not None:
+            self._side.stop(timeout_s=2.0)
+
+    # -- scheduler hooks --------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived: read its params, and ask the holder at once when it is a decode leg."""
+        with self._lock:
+            self._live_requests.add(request.request_id)
+            self._return_blocks()
+            try:
+                leg = parse_leg(request.kv_transfer_params)
+            except ValueError as error:
+                logger.warning("kvshuttle: %s computes locally: %s", request.request_id, error)
+                self._stats.count("rejected_params")
+                return
+            if leg is None or self._reader is None:
+                return
+            self._legs[request.request_id] = leg
+            if isinstance(leg, DecodeLeg):
+                chain = self._prompt_chain(request)
+                if chain is None:
+                    self._stats.count("transfers", "read", "prompt_without_tokens")
+                else:
+                    self._reader.begin(request.request_id, leg, chain)
+
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens behind the local prefix that a read would bring; None while the holder has not answered."""
+        with self._lock:
+            self._return_blocks()
+            if self._reader is None:
+                return 0, False
+            num_tokens = self._reader.offer(request.request_id, num_computed_tokens)
+            return num_tokens, bool(num_tokens)
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were allocated: order the read, or tell the holder that there is nothing to read."""
+        with self._lock:
+            if self._reader is None:
+                return
+            if num_external_tokens:
+                block_ids = tuple(block.block_id for block in blocks.blocks[0])
+                self._reader.admit(request.request_id, num_external_tokens, block_ids)
+            else:
+                self._reader.decline(request.request_id)
+
+    def step_metadata(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """This step's orders for the workers."""
+        with self._lock:
+            self._num_running = len(scheduler_output.num_scheduled_tokens)
+            self._return_blocks()
+            return self._reader.take_step() if self._reader is not None else StepMetadata()
+
+    def on_worker_output(self, output: KVConnectorOutput) -> None:
+        """A step's results, before vLLM applies them: it asserts on ids that it does not expect."""
+        with self._lock:
+            if self._reader is None or self._holder is None:
+                return
+            report = output.kv_connector_worker_meta
+            if isinstance(report, WorkerReport):
+                for request_id, num_ranks in report.undrained.items():
+                    for _ in range(num_ranks):
+                        self._holder.quarantine(request_id, self._reader.destination(request_id))
+                for request_id, num_ranks in report.drained.items():
+                    self._holder.lift_quarantine(request_id, num_ranks)
+                self._reader.note_failures(report.failed)
+            for request_id in set(output.finished_recving or ()):
+                if not self._reader.settle(request_id):
+                    logger.error("kvshuttle: vLLM must not see an unexpected completion of %s", request_id)
+                    self._stats.count("internal_errors", "unexpected_completion")
+                    output.finished_recving.discard(request_id)
+            self._return_blocks()
+
+    def on_request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended, in whatever way: hold what a prefill leg computed, let go of what a decode leg leased.
+
+        Never delays vLLM's own free: blocks that are needed longer are pinned, so an idle engine stays idle.
+        """
+        with self._lock:
+            self._live_requests.discard(request.request_id)
+            leg = self._legs.pop(request.request_id, None)
+            if self._reader is None or self._holder is None:
+                return False, None
+            self._reader.end(request.request_id)
+            if not isinstance(leg, PrefillLeg) or not vllm_compat.is_answered(request):
+                return False, None
+            chain = self._prompt_chain(request)
+            if chain is None:
+                return False, None
+            return False, self._holder.hold(leg, chain=chain, block_ids=block_ids[0], now_s=now_s())
+
+    def take_stats(self) -> ShuttleStats | None:
+        """Metrics since the last step."""
+        with self._lock:
+            if self._service is not None and self._holder is not None:
+                self._service.count_changes(self._stats)
+                self._stats.set("held_blocks", self._holder.ledger.num_held_blocks)
+                self._stats.set("leases_held", self._holder.ledger.num_leases)
+                self._stats.set("quarantined_blocks", self._holder.num_quarantined_blocks)
+            return self._stats.take()
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def count_internal_error(self, hook: str) -> None:
+        """An exception was caught at the edge of a hook."""
+        with self._lock:
+            self._stats.count("internal_errors", hook)
+
+    def _return_blocks(self) -> None:
+        if self._holder is not None:
+            self._holder.return_freed(now_s())
+
+    def _prompt_chain(self, request: Request) -> TokenChain | None:
+        token_ids = request.prompt_token_ids
+        if not token_ids or getattr(request, "prompt_embeds", None) is not None:
+            return None
+        return token_chain(token_ids, self._block_size_tokens, vllm_compat.content_identity(request))
+
+    def _load(self) -> tuple[int, int, int, int]:
+        num_running = min(self._num_running, len(self._live_requests))
+        pool = self._pool
+        num_blocks, num_free = (pool.num_gpu_blocks, pool.get_num_free_blocks()) if pool is not None else (0, 0)
+        return num_running, len(self._live_requests) - num_running, num_blocks, num_free
+
+    def _tick(self, now: float) -> float | None:
+        with self._lock:
+            return self._reader.tick(now) if self._reader is not None else None
