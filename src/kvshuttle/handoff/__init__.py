@@ -38,7 +38,8 @@ from kvshuttle.handoff.fetch_protocol import (
     State,
     Trigger,
 )
-from kvshuttle.handoff.ledger import MAX_LEASE_S, LeaseLedger, LedgerCounters
+from kvshuttle.handoff.holdings import LedgerCounters
+from kvshuttle.handoff.ledger import MAX_LEASE_S, LeaseLedger
 from kvshuttle.handoff.messages import (
     PROTOCOL_VERSION,
     Acquire,

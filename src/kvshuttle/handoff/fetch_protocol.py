@@ -42,15 +42,21 @@ class Trigger(StrEnum):
 
     START = "start"
     GRANTED = "granted"
+    """Outside ACQUIRING and ABANDONED: late or doubled. A lease that is not the own one is given back."""
     DENIED = "denied"
     BAD_ANSWER = "bad_answer"
     PEER_FAILED = "peer_failed"
+    """Outside ACQUIRING and ABANDONED: a renew got no answer; the next one is due before the lease ends."""
     ACQUIRE_TIMED_OUT = "acquire_timed_out"
     WAITED_TOO_LONG = "waited_too_long"
     RENEWED = "renewed"
+    """A renew was answered. An answer to an older renew, or one that makes no sense, extends nothing."""
     LEASE_LOST = "lease_lost"
     LOAD_ADMITTED = "load_admitted"
     LOAD_TOO_LATE = "load_too_late"
+    """The engine took an offer that a lost lease has made void."""
+    LOAD_FAILED = "load_failed"
+    """The driver confirms a ``FailLoad``."""
     NOTHING_TO_READ = "nothing_to_read"
     READ_ENDED = "read_ended"
     REQUEST_ENDED = "request_ended"
@@ -69,6 +75,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.ACQUIRING, _T.ACQUIRE_TIMED_OUT): _S.ENDED,
     (_S.ACQUIRING, _T.NOTHING_TO_READ): _S.ABANDONED,
     (_S.ACQUIRING, _T.REQUEST_ENDED): _S.ABANDONED,
+    (_S.LEASED, _T.GRANTED): _S.LEASED,
+    (_S.LEASED, _T.DENIED): _S.LEASED,
     (_S.LEASED, _T.RENEWED): _S.LEASED,
     (_S.LEASED, _T.PEER_FAILED): _S.LEASED,
     (_S.LEASED, _T.LEASE_LOST): _S.ENDED,
@@ -77,6 +85,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.LEASED, _T.LOAD_TOO_LATE): _S.ENDED,
     (_S.LEASED, _T.NOTHING_TO_READ): _S.ENDED,
     (_S.LEASED, _T.REQUEST_ENDED): _S.ENDED,
+    (_S.READING, _T.GRANTED): _S.READING,
+    (_S.READING, _T.DENIED): _S.READING,
     (_S.READING, _T.RENEWED): _S.READING,
     (_S.READING, _T.PEER_FAILED): _S.READING,
     (_S.READING, _T.LEASE_LOST): _S.READING,
@@ -89,17 +99,22 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.ABANDONED, _T.ACQUIRE_TIMED_OUT): _S.ENDED,
     (_S.ABANDONED, _T.NOTHING_TO_READ): _S.ABANDONED,
     (_S.ABANDONED, _T.REQUEST_ENDED): _S.ABANDONED,
+    (_S.DRAINING, _T.GRANTED): _S.DRAINING,
+    (_S.DRAINING, _T.DENIED): _S.DRAINING,
     (_S.DRAINING, _T.RENEWED): _S.DRAINING,
     (_S.DRAINING, _T.PEER_FAILED): _S.DRAINING,
     (_S.DRAINING, _T.READ_ENDED): _S.ENDED,
     (_S.DRAINING, _T.REQUEST_ENDED): _S.DRAINING,
+    (_S.ENDED, _T.GRANTED): _S.ENDED,
+    (_S.ENDED, _T.DENIED): _S.ENDED,
     (_S.ENDED, _T.RENEWED): _S.ENDED,
     (_S.ENDED, _T.PEER_FAILED): _S.ENDED,
     (_S.ENDED, _T.LOAD_TOO_LATE): _S.ENDED,
+    (_S.ENDED, _T.LOAD_FAILED): _S.ENDED,
     (_S.ENDED, _T.NOTHING_TO_READ): _S.ENDED,
     (_S.ENDED, _T.REQUEST_ENDED): _S.ENDED,
 }
-"""Every allowed move; anything else is a bug of the driver and raises ``LocalProtocolError``."""
+"""Every allowed move. A repeated fact changes nothing; anything else raises ``LocalProtocolError``."""
 
 
 class Outcome(StrEnum):

@@ -14,21 +14,18 @@ pool on the engine's own thread. Every method that takes ``now_s`` first lets go
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
-from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING
 
-from kvshuttle.blocks import TokenChain, num_blocks_for, num_common_tokens
-from kvshuttle.errors import LocalProtocolError, RemoteProtocolError
+from kvshuttle.blocks import num_blocks_for, num_common_tokens
+from kvshuttle.errors import LocalProtocolError
+from kvshuttle.handoff.checks import check_duration, wanted_chain
+from kvshuttle.handoff.holdings import Deadlines, Holding, Lease, LedgerCounters
 from kvshuttle.handoff.messages import (
     Acquire,
     Acquired,
     Denied,
     DenyReason,
-    Fingerprint,
     Release,
     Released,
     Renew,
@@ -38,51 +35,14 @@ from kvshuttle.handoff.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvshuttle.blocks import TokenChain
+    from kvshuttle.handoff.messages import Fingerprint
     from kvshuttle.ids import Handle, LeaseId
 
 MAX_LEASE_S = 120.0
 """Longest lease granted at once. Readers renew every third of a lease, so a longer one only serves dead readers."""
 
 _GONE_S = -1.0
-
-
-@dataclass(slots=True)
-class LedgerCounters:
-    """How often each thing happened since the start. ``holding_*`` say how holdings ended."""
-
-    granted: int = 0
-    refused_full: int = 0
-    acquired: int = 0
-    denied: Counter[DenyReason] = field(default_factory=Counter)
-    renewed: int = 0
-    renew_refused: int = 0
-    released: int = 0
-    lease_expired: int = 0
-    holding_dropped: int = 0
-    holding_expired: int = 0
-    holding_reclaimed: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Holding:
-    handle: Handle
-    block_ids: tuple[int, ...]
-    chain: TokenChain
-    ends_at_s: float
-    is_evictable: bool
-    is_dropped: bool = False
-    num_leases: int = 0
-    is_freed: bool = False
-
-    def has_ended(self, now_s: float) -> bool:
-        return self.is_freed or (self.num_leases == 0 and (self.is_dropped or self.ends_at_s <= now_s))
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    lease_id: LeaseId
-    holding: _Holding
-    ends_at_s: float
 
 
 class LeaseLedger:
@@ -103,14 +63,12 @@ class LeaseLedger:
         self._mint = mint
         self._max_holdings = max_holdings
         self._max_lease_s = max_lease_s
-        self._by_handle: dict[str, list[_Holding]] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._by_handle: dict[str, list[Holding]] = {}
+        self._leases: dict[str, Lease] = {}
         self._num_holdings = 0
         self._num_held_blocks = 0
         self._freed: list[tuple[int, ...]] = []
-        # One entry per holding and lease; an entry whose deadline moved is pushed again when it surfaces.
-        self._deadlines: list[tuple[float, int, _Holding | _Lease]] = []
-        self._order = count()
+        self._deadlines = Deadlines()
 
     def hold(
         self,
@@ -137,11 +95,11 @@ class LeaseLedger:
             self.counters.refused_full += 1
             self._freed.append(block_ids)
             return False
-        holding = _Holding(handle, block_ids, chain, now_s + duration_s, is_evictable)
+        holding = Holding(handle, block_ids, chain, now_s + duration_s, is_evictable)
         self._by_handle.setdefault(handle, []).append(holding)
         self._num_holdings += 1
         self._num_held_blocks += len(block_ids)
-        self._watch(holding)
+        self._deadlines.watch(holding)
         self.counters.granted += 1
         return True
 
@@ -150,7 +108,8 @@ class LeaseLedger:
 
         Raises ``RemoteProtocolError`` when the message contradicts itself.
         """
-        wanted = _wanted_chain(message)
+        wanted = wanted_chain(message)
+        duration_s = min(check_duration(message.duration_s), self._max_lease_s)
         self.expire(now_s)
         refusal = self._refusal(message)
         if refusal is not None:
@@ -165,14 +124,14 @@ class LeaseLedger:
         )
         if num_tokens == 0:
             return self._deny(DenyReason.NO_COMMON_PREFIX)
-        return self._lend(candidates[-position], num_tokens, min(message.duration_s, self._max_lease_s), now_s)
+        return self._lend(candidates[-position], num_tokens, duration_s, now_s)
 
     def renew(self, message: Renew, *, now_s: float) -> Renewed:
         """Extend leases; a negative remaining time says that the lease is gone.
 
         Raises ``RemoteProtocolError`` when the duration is not a positive number.
         """
-        duration_s = min(_positive_duration_s(message.duration_s), self._max_lease_s)
+        duration_s = min(check_duration(message.duration_s), self._max_lease_s)
         self.expire(now_s)
         return Renewed(tuple(self._renew_one(lease_id, duration_s, now_s) for lease_id in message.lease_ids))
 
@@ -180,11 +139,10 @@ class LeaseLedger:
         """End leases, and with ``drop`` what they read from, or whole handles. Unknown ids are ignored."""
         self.expire(now_s)
         for lease_id in message.lease_ids:
-            lease = self._leases.pop(lease_id, None)
+            lease = self._leases.get(lease_id)
             if lease is not None:
                 self.counters.released += 1
-                lease.holding.num_leases -= 1
-                self._settle(lease.holding, is_dropped=message.drop, now_s=now_s)
+                self._end_lease(lease, is_dropped=message.drop, now_s=now_s)
         if message.drop:
             for handle in message.handles:
                 for holding in list(self._by_handle.get(handle, ())):
@@ -193,17 +151,10 @@ class LeaseLedger:
 
     def expire(self, now_s: float) -> None:
         """Let go of every lease and idle holding that has ended by ``now_s``."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, _, subject = heapq.heappop(self._deadlines)
-            if not self._is_current(subject):
-                continue
-            if subject.ends_at_s > now_s:
-                self._watch(subject)
-            elif isinstance(subject, _Lease):
-                del self._leases[subject.lease_id]
+        while (subject := self._deadlines.pop_ended(now_s)) is not None:
+            if isinstance(subject, Lease):
                 self.counters.lease_expired += 1
-                subject.holding.num_leases -= 1
-                self._settle(subject.holding, is_dropped=False, now_s=now_s)
+                self._end_lease(subject, is_dropped=False, now_s=now_s)
             else:
                 self._settle(subject, is_dropped=False, now_s=now_s)
 
@@ -218,7 +169,7 @@ class LeaseLedger:
             if num_reclaimed >= num_blocks:
                 break
             if holding.is_evictable and holding.num_leases == 0:
-                self._detach(holding)
+                self._hide(holding)
                 self._free(holding)
                 self.counters.holding_reclaimed += 1
                 num_reclaimed += len(holding.block_ids)
@@ -231,9 +182,7 @@ class LeaseLedger:
 
     def next_deadline_at_s(self) -> float | None:
         """When ``expire`` next has something to look at; None when nothing is held."""
-        while self._deadlines and not self._is_current(self._deadlines[0][2]):
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next_at_s()
 
     @property
     def num_holdings(self) -> int:
@@ -271,14 +220,14 @@ class LeaseLedger:
         self.counters.denied[reason] += 1
         return Denied(reason, detail)
 
-    def _lend(self, holding: _Holding, num_tokens: int, duration_s: float, now_s: float) -> Acquired:
-        lease = _Lease(self._mint(), holding, now_s + duration_s)
+    def _lend(self, holding: Holding, num_tokens: int, duration_s: float, now_s: float) -> Acquired:
+        lease = Lease(self._mint(), holding, now_s + duration_s)
         if lease.lease_id in self._leases:
             raise LocalProtocolError(f"lease id {lease.lease_id!r} was minted twice")
         self._leases[lease.lease_id] = lease
         holding.num_leases += 1
-        holding.ends_at_s = max(holding.ends_at_s, lease.ends_at_s)
-        self._watch(lease)
+        lease.extend(lease.ends_at_s)
+        self._deadlines.watch(lease)
         self.counters.acquired += 1
         num_blocks = num_blocks_for(num_tokens, holding.chain.block_size_tokens)
         return Acquired(lease.lease_id, self._incarnation, num_tokens, holding.block_ids[:num_blocks], duration_s)
@@ -288,61 +237,41 @@ class LeaseLedger:
         if lease is None:
             self.counters.renew_refused += 1
             return _GONE_S
-        lease.ends_at_s = max(lease.ends_at_s, now_s + duration_s)
-        lease.holding.ends_at_s = max(lease.holding.ends_at_s, lease.ends_at_s)
+        lease.extend(now_s + duration_s)
         self.counters.renewed += 1
         return lease.ends_at_s - now_s
 
-    def _settle(self, holding: _Holding, *, is_dropped: bool, now_s: float) -> None:
-        """Make a dropped holding unfindable; free it when it has ended and nobody reads it."""
+    def _end_lease(self, lease: Lease, *, is_dropped: bool, now_s: float) -> None:
+        del self._leases[lease.lease_id]
+        lease.is_over = True
+        lease.holding.num_leases -= 1
+        self._settle(lease.holding, is_dropped=is_dropped, now_s=now_s)
+
+    def _settle(self, holding: Holding, *, is_dropped: bool, now_s: float) -> None:
+        """Make a dropped holding unfindable; let go of its blocks when it has ended and nobody reads it."""
         if is_dropped and not holding.is_dropped:
             holding.is_dropped = True
-            self._detach(holding)
-        if holding.is_freed or not holding.has_ended(now_s):
+            self._hide(holding)
+        if holding.num_leases:
             return
         if holding.is_dropped:
             self.counters.holding_dropped += 1
-        else:
-            self._detach(holding)
+            self._free(holding)
+        elif holding.ends_at_s <= now_s:
             self.counters.holding_expired += 1
-        self._free(holding)
+            self._hide(holding)
+            self._free(holding)
 
-    def _detach(self, holding: _Holding) -> None:
+    def _hide(self, holding: Holding) -> None:
         siblings = self._by_handle[holding.handle]
         siblings.remove(holding)
         if not siblings:
             del self._by_handle[holding.handle]
 
-    def _free(self, holding: _Holding) -> None:
-        assert not holding.is_freed, f"{holding.handle} freed twice"
-        assert holding.num_leases == 0, f"{holding.handle} freed under {holding.num_leases} leases"
-        holding.is_freed = True
+    def _free(self, holding: Holding) -> None:
+        assert not holding.is_over, f"{holding.handle} let go twice"
+        assert holding.num_leases == 0, f"{holding.handle} let go under {holding.num_leases} leases"
+        holding.is_over = True
         self._num_holdings -= 1
         self._num_held_blocks -= len(holding.block_ids)
         self._freed.append(holding.block_ids)
-
-    def _watch(self, subject: _Holding | _Lease) -> None:
-        heapq.heappush(self._deadlines, (subject.ends_at_s, next(self._order), subject))
-
-    def _is_current(self, subject: _Holding | _Lease) -> bool:
-        if isinstance(subject, _Lease):
-            return self._leases.get(subject.lease_id) is subject
-        return not subject.is_freed
-
-
-def _positive_duration_s(duration_s: float) -> float:
-    if not (math.isfinite(duration_s) and duration_s > 0):
-        raise RemoteProtocolError(f"duration_s: {duration_s} is not a positive number of seconds")
-    return duration_s
-
-
-def _wanted_chain(message: Acquire) -> TokenChain:
-    _positive_duration_s(message.duration_s)
-    if message.block_size_tokens <= 0 or message.num_tokens <= 0:
-        raise RemoteProtocolError(
-            f"acquire of {message.num_tokens} tokens at {message.block_size_tokens} a block is not possible"
-        )
-    try:
-        return TokenChain(message.block_size_tokens, message.num_tokens, message.links, message.tail)
-    except ValueError as error:
-        raise RemoteProtocolError(f"acquire: {error}") from error

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvshuttle.blocks import TokenChain, num_blocks_for
-from kvshuttle.errors import RemoteProtocolError
-from kvshuttle.handoff.block_plan import NULL_BLOCK_ID
-from kvshuttle.handoff.fetch_protocol import RenewAnswered, SendRenew
-from kvshuttle.handoff.messages import Acquired, Renew
+from kvshuttle.blocks import num_blocks_for
+from kvshuttle.errors import LocalProtocolError
+from kvshuttle.handoff.block_plan import BlockPlan, plan_blocks
+from kvshuttle.handoff.fetch_protocol import SendRenew
+from kvshuttle.handoff.messages import Renew
+
+if TYPE_CHECKING:
+    from kvshuttle.handoff.fetch_protocol import FetchLimits, LoadAdmitted, RenewAnswered
+    from kvshuttle.handoff.messages import Acquired
 
 MAX_CLOCK_RATE_SKEW = 0.002
 """Largest relative difference of two hosts' monotonic clocks. Linux slews each by at most 0.0005."""
@@ -24,36 +29,74 @@ RENEWALS_PER_LEASE = 3
 
 @dataclass(slots=True, eq=False)
 class ReaderLease:
-    """Made by ``granted``. ``ends_at_s`` and ``renew_at_s`` are instants of this process's clock."""
+    """Made by ``granted``. Instants (``_at_s``) are of this process's clock."""
 
     lease_id: str
     num_verified_tokens: int
     block_ids: tuple[int, ...]
     duration_s: float
+    submit_margin_s: float
     ends_at_s: float
     renew_at_s: float
     is_lost: bool = False
     ordinal: int = 0
     renew_sent_at_s: float | None = None
+    read_ends_at_s: float | None = None
+    """When the budget of the read ends; None before it starts."""
 
     @classmethod
-    def granted(cls, answer: Acquired, *, duration_s: float, sent_at_s: float) -> ReaderLease:
-        """The lease that ``answer`` grants, when its acquire for ``duration_s`` was sent at ``sent_at_s``."""
-        granted_s = min(answer.remaining_s, duration_s)
+    def granted(cls, answer: Acquired, *, limits: FetchLimits, sent_at_s: float) -> ReaderLease:
+        """The lease that ``answer`` grants, when its acquire was sent at ``sent_at_s``."""
+        granted_s = min(answer.remaining_s, limits.lease_s)
         return cls(
             lease_id=answer.lease_id,
             num_verified_tokens=answer.num_verified_tokens,
             block_ids=answer.block_ids,
-            duration_s=duration_s,
+            duration_s=limits.lease_s,
+            submit_margin_s=limits.submit_margin_s,
             ends_at_s=sent_at_s + granted_s * (1 - MAX_CLOCK_RATE_SKEW),
             renew_at_s=sent_at_s + granted_s / RENEWALS_PER_LEASE,
         )
+
+    @property
+    def last_submit_at_s(self) -> float:
+        """No read may start from here on."""
+        return self.ends_at_s - self.submit_margin_s
+
+    @property
+    def next_renewal_at_s(self) -> float | None:
+        """When to renew next; None when renewing is of no use any more."""
+        # A read that outlives its budget has failed: renewing for it would only pin the peer's memory.
+        end_s = self.last_submit_at_s if self.read_ends_at_s is None else min(self.ends_at_s, self.read_ends_at_s)
+        return self.renew_at_s if self.renew_at_s < end_s and not self.is_lost else None
 
     def is_live(self, now_s: float) -> bool:
         """Whether the holder certainly still keeps the blocks."""
         return not self.is_lost and now_s < self.ends_at_s
 
-    def renewal(self, now_s: float) -> SendRenew:
+    def plan(self, load: LoadAdmitted, block_size_tokens: int) -> BlockPlan:
+        """What to read for ``load``. Raises ``LocalProtocolError`` when the lease does not cover it."""
+        first_index, rest = divmod(load.num_local_tokens, block_size_tokens)
+        end_tokens = load.num_local_tokens + load.num_external_tokens
+        if rest or not load.num_local_tokens < end_tokens <= self.num_verified_tokens:
+            raise LocalProtocolError(
+                f"tokens [{load.num_local_tokens}, {end_tokens}) were never offered,"
+                f" {self.num_verified_tokens} are verified"
+            )
+        return plan_blocks(
+            source_block_ids=self.block_ids,
+            destination_block_ids=load.destination_block_ids,
+            first_index=first_index,
+            end_index=num_blocks_for(end_tokens, block_size_tokens),
+        )
+
+    def start_read(self, now_s: float, timeout_s: float) -> float:
+        """Budget of a read that starts now, in seconds; not positive when it is too late to start one."""
+        budget_s = min(self.last_submit_at_s - now_s, timeout_s)
+        self.read_ends_at_s = now_s + budget_s
+        return budget_s
+
+    def start_renewal(self, now_s: float) -> SendRenew:
         """The renew to send now; an answer to an earlier one no longer counts."""
         interval_s = self.duration_s / RENEWALS_PER_LEASE
         self.ordinal += 1
@@ -61,7 +104,7 @@ class ReaderLease:
         self.renew_at_s = now_s + interval_s
         return SendRenew(Renew((self.lease_id,), self.duration_s), self.ordinal, interval_s)
 
-    def renew(self, fact: RenewAnswered) -> None:
+    def take_renewal(self, fact: RenewAnswered) -> None:
         """Take in an answer. Nonsense, and answers to superseded or answered renewals, count as no answer."""
         if len(fact.answer.remaining_s) != 1 or not math.isfinite(fact.answer.remaining_s[0]):
             return
@@ -72,25 +115,3 @@ class ReaderLease:
             self.ends_at_s = max(self.ends_at_s, self.renew_sent_at_s + remaining_s * (1 - MAX_CLOCK_RATE_SKEW))
             self.renew_at_s = min(self.renew_at_s, self.renew_sent_at_s + remaining_s / RENEWALS_PER_LEASE)
             self.renew_sent_at_s = None
-
-
-def check_grant(answer: Acquired, *, wanted: TokenChain, incarnation: str) -> None:
-    """Raise ``RemoteProtocolError`` unless ``answer`` can be true for an acquire of ``wanted``.
-
-    ``incarnation``: the holder's life that was meant, "" for any.
-    """
-    num_tokens = answer.num_verified_tokens
-    if not answer.lease_id:
-        raise RemoteProtocolError("acquired.lease_id is empty")
-    if incarnation and answer.incarnation != incarnation:
-        raise RemoteProtocolError(f"acquired.incarnation: {answer.incarnation!r} was not asked")
-    is_whole = num_tokens == wanted.num_tokens or num_tokens % wanted.block_size_tokens == 0
-    if not (0 < num_tokens <= wanted.num_tokens and is_whole):
-        raise RemoteProtocolError(f"acquired.num_verified_tokens: {num_tokens} of {wanted.num_tokens} wanted")
-    needed = answer.block_ids[: num_blocks_for(num_tokens, wanted.block_size_tokens)]
-    if len(needed) * wanted.block_size_tokens < num_tokens:
-        raise RemoteProtocolError(f"acquired.block_ids: {len(needed)} blocks for {num_tokens} tokens")
-    if min(needed) <= NULL_BLOCK_ID or len(set(needed)) != len(needed):
-        raise RemoteProtocolError("acquired.block_ids: a block is null, negative or named twice")
-    if not (math.isfinite(answer.remaining_s) and answer.remaining_s > 0):
-        raise RemoteProtocolError(f"acquired.remaining_s: {answer.remaining_s}")
