@@ -22,13 +22,13 @@ class ConnectorConfig:
     """Knobs of ``kv_connector_extra_config``; ``from_extra_config`` refuses unknown keys and bad values.
 
     Defaults: the lease of 30 s is vLLM's own (``kv_lease_duration``). An acquire takes about a millisecond, so 2 s
-    means that the holder is gone. A read of 32k tokens of a 70B model is some 10 GB, about a second on one 100 Gb/s link.
+    means that the holder is gone. Reading 32k tokens of a 70B model moves some 10 GB, about a second on one 100 Gb/s link.
     """
 
     side_channel_host: str = "127.0.0.1"
     """Address to bind; anything but loopback needs ``KVSHUTTLE_SECRET``."""
     side_channel_port: int = 14579
-    """Port of the engine's side channel, 0 for a free one; the data-parallel rank is added. Default: vLLM's ``kv_port``."""
+    """Port of the engine's side channel, 0 for a free one; the data-parallel rank is added. 14579 is vLLM's."""
     advertise_host: str = ""
     """Name or address under which peers reach this host; "" means ``side_channel_host``."""
     model_identity: str = ""
@@ -75,7 +75,9 @@ class ConnectorConfig:
         known = {knob.name: knob for knob in fields(cls)}
         unknown = sorted(set(extra) - set(known))
         if unknown:
-            raise ConfigError(f"kv_connector_extra_config.{unknown[0]}: unknown key; known are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"kv_connector_extra_config.{unknown[0]}: unknown key; known are {', '.join(sorted(known))}"
+            )
         values = dict(extra)
         if isinstance(values.get("nixl_backends"), list):
             values["nixl_backends"] = tuple(values["nixl_backends"])

@@ -4,6 +4,7 @@
 
     KvshuttleError
     ├── ConfigError            the operator's: a knob is wrong; names the field and the fix
+    ├── LaunchFailed           a process that we started did not come up; says which, and shows the end of its log
     ├── RequestError           the client's: the HTTP request cannot be served as asked
     ├── LocalProtocolError     ours: this process broke the hand-off protocol (a bug)
     ├── RemoteProtocolError    the peer's: a message that cannot be decoded, trusted or accepted
@@ -24,6 +25,10 @@ class KvshuttleError(Exception):
 
 class ConfigError(KvshuttleError):
     """A setting is wrong. The message names the field, the value and what to put instead."""
+
+
+class LaunchFailed(KvshuttleError):
+    """Something the launcher needs could not be fetched or started. The message names it, its log and what to do."""
 
 
 class RequestError(KvshuttleError):

