@@ -1,0 +1,234 @@
+"""The router process: routes, start, graceful stop. All state hangs on one ``Router`` object."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import signal
+import ssl
+from typing import TYPE_CHECKING
+
+import orjson
+
+from kvshuttle.clock import now_s
+from kvshuttle.config import PrefillFailurePolicy
+from kvshuttle.errors import ConfigError, RequestError
+from kvshuttle.ids import mint
+from kvshuttle.router.drive import Drive, Routing
+from kvshuttle.router.engine_client import EnginePool, PoolLimits
+from kvshuttle.router.exchange import LegError
+from kvshuttle.router.http_server import HttpServer, Responder
+from kvshuttle.router.http_text import Request, engine_request, for_client, for_engine
+from kvshuttle.router.openai import Endpoint, error_body, parse_request, unknown_model_message
+from kvshuttle.router.prober import EngineChannel, Prober
+from kvshuttle.router.registry import Engine, Registry
+from kvshuttle.router.telemetry import METRICS_CONTENT_TYPE, Outcome, Receipt, Stage, Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvshuttle.config import EngineSpec, RouterConfig
+
+logger = logging.getLogger(__name__)
+
+_JSON = (b"content-type", b"application/json")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_RETRY_AFTER_S = 1
+_KINDS = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+class Router:
+    """One router: engines, prober, metrics and the HTTP server in front of them. Lives on one event loop."""
+
+    def __init__(self, config: RouterConfig, channel: EngineChannel) -> None:
+        self.config = config
+        limits = PoolLimits(
+            max_connections=config.max_engine_connections,
+            idle_s=config.engine_idle_s,
+            connect_timeout_s=config.connect_timeout_s,
+            max_response_bytes=config.max_response_bytes,
+        )
+        self.registry = Registry(config, [Engine(spec, _pool(spec, limits)) for spec in config.engines], now_s)
+        self.prober = Prober(config, self.registry, channel)
+        self.telemetry = Telemetry(self.registry, is_logging_requests=config.is_logging_requests)
+        self._routing = Routing(config, self.registry, self.prober, self.telemetry, random.Random(), now_s)  # noqa: S311
+        self._server = HttpServer(config, self._handle, self.telemetry.refused)
+        self._is_draining = False
+        self._routes: dict[bytes, tuple[bytes, Callable[[Request, Responder], Awaitable[None]]]] = {
+            b"/health": (b"GET", self._health),
+            b"/metrics": (b"GET", self._metrics),
+            b"/v1/models": (b"GET", self._models),
+            Endpoint.CHAT.value.encode(): (b"POST", self._chat),
+            Endpoint.COMPLETIONS.value.encode(): (b"POST", self._completions),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Router {self._server} pairs={self.registry.num_pairs()}>"
+
+    async def start(self) -> int:
+        """Start probing and listening; returns the port. Raises ``ConfigError`` when it cannot be had."""
+        try:
+            port = await self._server.start()
+        except OSError as error:
+            raise ConfigError(f"port: cannot listen on {self.config.host} port {self.config.port}: {error}") from error
+        self.prober.start()
+        return port
+
+    async def stop(self, drain_s: float) -> bool:
+        """Let running requests end for ``drain_s``, then stop. True when none had to be cut off."""
+        self._is_draining = True
+        is_clean = await self._server.drain(drain_s)
+        await self.prober.stop()
+        for engine in self.registry.engines.values():
+            engine.pool.close_idle()
+        return is_clean
+
+    # --- routes ---
+
+    async def _handle(self, request: Request, responder: Responder) -> None:
+        route = self._routes.get(request.path)
+        try:
+            if route is None:
+                raise RequestError(f"There is no {request.path.decode('latin-1')[:200]} here.", status=404)
+            method, handler = route
+            if request.method == b"OPTIONS":
+                responder.send(204, [(b"allow", _allowed(method))], b"")
+                return
+            if request.method != method and (request.method, method) != (b"HEAD", b"GET"):
+                raise RequestError(f"{request.method.decode()} is not allowed here.", status=405)
+            await handler(request, responder)
+        except RequestError as error:
+            _send_error(responder, error, b"" if route is None else _allowed(route[0]))
+
+    async def _chat(self, request: Request, responder: Responder) -> None:
+        await self._infer(Endpoint.CHAT, request, responder)
+
+    async def _completions(self, request: Request, responder: Responder) -> None:
+        await self._infer(Endpoint.COMPLETIONS, request, responder)
+
+    async def _infer(self, endpoint: Endpoint, request: Request, responder: Responder) -> None:
+        started_at_s = now_s()
+        receipt = Receipt(_request_id(request), endpoint, outcome=Outcome.CLIENT_ERROR)
+        try:
+            parsed = parse_request(endpoint, request.body)
+            receipt.model, receipt.num_tokens_estimated = parsed.model, parsed.traits.num_tokens
+            served = self.registry.served_models()
+            if parsed.model and served is not None and parsed.model not in served:
+                raise RequestError(unknown_model_message(parsed.model, served), status=404, param="model")
+            receipt.outcome = Outcome.OK
+            headers = for_engine(request.headers) + b"x-request-id: %b\r\n" % receipt.request_id.encode()
+            await Drive(self._routing, parsed, headers, responder, receipt).run()
+            receipt.status = responder.status
+        except RequestError as error:
+            receipt.status = error.status
+            raise
+        finally:
+            receipt.num_bytes = responder.num_bytes
+            receipt.stages_s[Stage.TOTAL] = now_s() - started_at_s
+            self.telemetry.finish(receipt)
+
+    async def _models(self, request: Request, responder: Responder) -> None:
+        """A decode engine's own answer, under the client's own key."""
+        for engine in self.registry.decodes:
+            if engine.is_up:
+                with contextlib.suppress(LegError):
+                    return await self._pass_on(engine, request, responder)
+        raise RequestError("No decode engine is available.", status=503)
+
+    async def _pass_on(self, engine: Engine, request: Request, responder: Responder) -> None:
+        headers = for_engine(request.headers)
+        exchange = await engine.pool.send(engine_request(b"GET", request.path, engine.pool.host_header, headers, b""))
+        try:
+            exchange.set_deadline(self.config.probe_timeout_s, "models")
+            head = await exchange.read_head()
+            body = await exchange.read_all()
+        finally:
+            exchange.close()
+        responder.send(head.status, for_client(head.headers), body)
+
+    async def _health(self, _request: Request, responder: Responder) -> None:
+        registry = self.registry
+        num_pairs = registry.num_pairs()
+        num_decodes = sum(engine.is_up for engine in registry.decodes)
+        is_local_allowed = self.config.prefill_failure_policy is PrefillFailurePolicy.RETRY_THEN_LOCAL
+        is_serving = bool(num_pairs or (is_local_allowed and num_decodes)) and not self._is_draining
+        body = {
+            "status": "ok" if is_serving else "unavailable",
+            "pairs": num_pairs,
+            "prefill": {"up": sum(engine.is_up for engine in registry.prefills), "total": len(registry.prefills)},
+            "decode": {"up": num_decodes, "total": len(registry.decodes)},
+            "incompatible": [
+                {"prefill": prefill, "decode": decode, "differences": differences}
+                for (prefill, decode), differences in registry.incompatible_pairs().items()
+            ],
+        }
+        responder.send(200 if is_serving else 503, [_JSON], orjson.dumps(body))
+
+    async def _metrics(self, _request: Request, responder: Responder) -> None:
+        responder.send(200, [(b"content-type", METRICS_CONTENT_TYPE)], self.telemetry.exposition())
+
+
+async def serve(
+    config: RouterConfig, channel: EngineChannel, ready: Callable[[int], None], stop: asyncio.Event
+) -> bool:
+    """Serve until ``stop`` is set, then drain. ``ready`` gets the port. True when no request had to be cut off."""
+    router = Router(config, channel)
+    ready(await router.start())
+    await stop.wait()
+    logger.info("stopping: running requests have %g s", config.drain_s)
+    return await router.stop(config.drain_s)
+
+
+async def serve_until_signalled(config: RouterConfig, channel: EngineChannel, ready: Callable[[int], None]) -> bool:
+    """``serve``, stopped by SIGINT or SIGTERM; a second signal ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return await serve(config, channel, ready, stop)
+
+
+def _pool(spec: EngineSpec, limits: PoolLimits) -> EnginePool:
+    tls = ssl.create_default_context() if spec.is_tls else None
+    return EnginePool(spec.host, spec.port, tls, limits)
+
+
+def _request_id(request: Request) -> str:
+    """The client's id if it is fit for logs and headers, else a fresh one."""
+    given = request.header(b"x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode("ascii")
+    return mint("req")
+
+
+def _allowed(method: bytes) -> bytes:
+    return b"GET, HEAD, OPTIONS" if method == b"GET" else b"POST, OPTIONS"
+
+
+def _send_error(responder: Responder, error: RequestError, allow: bytes) -> None:
+    headers = [_JSON]
+    if error.status == 405:
+        headers.append((b"allow", allow))
+    if error.status == 503:
+        headers.append((b"retry-after", b"%d" % _RETRY_AFTER_S))
+    kind = _KINDS.get(error.status, "InternalServerError")
+    responder.send(
+        error.status,
+        headers,
+        error_body(str(error), status=error.status, kind=kind, param=error.param, code=error.code),
+    )

@@ -1,0 +1,80 @@
+"""Passes a decode stream to the client, with flow control and deadlines, and ends it honestly.
+
+A stream that dies after its first data event gets an error event, as OpenAI clients know it, and is then cut off
+without ``[DONE]`` and without the last chunk, so that neither SSE nor HTTP readers can take it for whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvshuttle.router.exchange import FailureReason, LegError
+from kvshuttle.router.openai import error_body
+from kvshuttle.router.sse import EventTail, error_event
+
+if TYPE_CHECKING:
+    from kvshuttle.config import RouterConfig
+    from kvshuttle.router.exchange import Exchange
+    from kvshuttle.router.http_server import Responder
+    from kvshuttle.router.http_text import Headers
+
+
+class StreamRelay:
+    """One stream from an exchange to a responder."""
+
+    __slots__ = ("_config", "_deadline_at_s", "_exchange", "_last_at_s", "_loop", "_responder", "_tail", "_timer")
+
+    def __init__(self, exchange: Exchange, responder: Responder, config: RouterConfig, *, deadline_at_s: float) -> None:
+        self._exchange = exchange
+        self._responder = responder
+        self._config = config
+        self._deadline_at_s = deadline_at_s
+        self._loop = asyncio.get_running_loop()
+        self._tail = EventTail()
+        self._last_at_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(self, headers: Headers, beginning: bytes) -> None:
+        """Send the beginning and everything after it. Raises ``LegError`` after the client was told of a failure."""
+        self._exchange.set_deadline(max(self._deadline_at_s - self._loop.time(), 0.0), "total")
+        self._responder.start(200, headers, self._tail.feed(beginning))
+        self._responder.watch_flow(self._exchange.pause, self._exchange.resume)
+        self._arm(self._config.idle_timeout_s)
+        try:
+            await self._exchange.forward(self._on_data)
+        except LegError as error:
+            status = 504 if error.reason is FailureReason.TIMEOUT else 502
+            body = error_body("The engine failed while it was answering.", status=status, kind="EngineFailedError")
+            self._responder.write(error_event(body))
+            self._responder.abort()
+            raise
+        finally:
+            self._responder.watch_flow(None, None)
+            if self._timer is not None:
+                self._timer.cancel()
+        rest = self._tail.rest()
+        if rest:
+            self._responder.write(rest)
+        self._responder.finish()
+
+    def _on_data(self, data: bytes) -> None:
+        self._last_at_s = self._loop.time()
+        events = self._tail.feed(data)
+        if events:
+            self._responder.write(events)
+
+    def _arm(self, delay_s: float) -> None:
+        self._timer = self._loop.call_later(delay_s, self._check_idle)
+
+    def _check_idle(self) -> None:
+        # One timer looks back at the last read: arming one per read would cost more than the read.
+        idle_s = self._loop.time() - self._last_at_s
+        if self._responder.is_paused:
+            # The client is slow, not the engine; the server limits that.
+            self._last_at_s = self._loop.time()
+            self._arm(self._config.idle_timeout_s)
+        elif idle_s >= self._config.idle_timeout_s:
+            self._exchange.fail(FailureReason.TIMEOUT, "idle: no data in time")
+        else:
+            self._arm(self._config.idle_timeout_s - idle_s)
