@@ -1,7 +1,7 @@
 """An OpenAI engine in miniature: a raw asyncio server whose answers, and faults, are scripted.
 
-A behaviour is a coroutine function over a ``Call``. Those in ``script`` are used up first, one for each inference request;
-then come the defaults, which answer like vLLM with our connector. It also answers for its side channel.
+A behaviour is a coroutine function over a ``Call``. Those in ``script`` are used up first, one for each inference
+request; then come the defaults, which answer like vLLM with our connector. It also answers for its side channel.
 """
 
 from __future__ import annotations
@@ -187,9 +187,7 @@ class FakeEngine:
         self._server.close()
         for writer in list(self._writers):
             with contextlib.suppress(OSError):
-                writer.get_extra_info("socket").setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                )
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
         self.is_side_up = False
 

@@ -10,16 +10,19 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
-from support.fake_engine import FakeEngine
 
 from kvshuttle.config import RouterConfig
 from kvshuttle.errors import PeerUnreachable
-from kvshuttle.handoff.messages import Message
 from kvshuttle.router.app import Router
+from support.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from kvshuttle.handoff.messages import Message
 
 T = TypeVar("T")
 
@@ -132,7 +135,8 @@ class Cluster:
         client = self.connect()
         client.sendall(
             f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
-            f"content-length: {len(data)}\r\n\r\n".encode() + data
+            f"content-length: {len(data)}\r\n\r\n".encode()
+            + data
         )
         return client
 

@@ -96,19 +96,16 @@ class Router:
     # --- routes ---
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        route = self._routes.get(request.path)
+        method, handler = self._routes.get(request.path, (b"", _not_found))
         try:
-            if route is None:
-                raise RequestError(f"There is no {request.path.decode('latin-1')[:200]} here.", status=404)
-            method, handler = route
-            if request.method == b"OPTIONS":
+            if request.method == b"OPTIONS" and method:
                 responder.send(204, [(b"allow", _allowed(method))], b"")
-                return
-            if request.method != method and (request.method, method) != (b"HEAD", b"GET"):
-                raise RequestError(f"{request.method.decode()} is not allowed here.", status=405)
-            await handler(request, responder)
+            elif request.method == method or (request.method, method) == (b"HEAD", b"GET") or not method:
+                await handler(request, responder)
+            else:
+                _not_allowed(request)
         except RequestError as error:
-            _send_error(responder, error, b"" if route is None else _allowed(route[0]))
+            _send_error(responder, error, _allowed(method))
 
     async def _chat(self, request: Request, responder: Responder) -> None:
         await self._infer(Endpoint.CHAT, request, responder)
@@ -122,9 +119,7 @@ class Router:
         try:
             parsed = parse_request(endpoint, request.body)
             receipt.model, receipt.num_tokens_estimated = parsed.model, parsed.traits.num_tokens
-            served = self.registry.served_models()
-            if parsed.model and served is not None and parsed.model not in served:
-                raise RequestError(unknown_model_message(parsed.model, served), status=404, param="model")
+            self._check_model(parsed.model)
             receipt.outcome = Outcome.OK
             headers = for_engine(request.headers) + b"x-request-id: %b\r\n" % receipt.request_id.encode()
             await Drive(self._routing, parsed, headers, responder, receipt).run()
@@ -136,6 +131,11 @@ class Router:
             receipt.num_bytes = responder.num_bytes
             receipt.stages_s[Stage.TOTAL] = now_s() - started_at_s
             self.telemetry.finish(receipt)
+
+    def _check_model(self, model: str) -> None:
+        served = self.registry.served_models()
+        if model and served is not None and model not in served:
+            raise RequestError(unknown_model_message(model, served), status=404, param="model")
 
     async def _models(self, request: Request, responder: Responder) -> None:
         """A decode engine's own answer, under the client's own key."""
@@ -214,6 +214,14 @@ def _request_id(request: Request) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
     return mint("req")
+
+
+async def _not_found(request: Request, _responder: Responder) -> None:
+    raise RequestError(f"There is no {request.path.decode('latin-1')[:200]} here.", status=404)
+
+
+def _not_allowed(request: Request) -> None:
+    raise RequestError(f"{request.method.decode('latin-1')} is not allowed here.", status=405)
 
 
 def _allowed(method: bytes) -> bytes:

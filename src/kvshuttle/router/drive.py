@@ -260,7 +260,7 @@ class Drive:
         return Held(engine, DecodeLeg(transfer_id, source))
 
     async def _whole_answer(self, engine: Engine, body: bytes, timeout_s: float) -> Answer:
-        """Send a leg and read its whole answer. Raises ``LegError``, also for 5xx and statuses that make no sense."""
+        """Send a leg and read its whole answer. Raises ``LegError``, for 5xx and senseless statuses too."""
         exchange = await self._send(engine, body)
         try:
             exchange.set_deadline(self._within_total(timeout_s), engine.name)

@@ -1,4 +1,4 @@
-"""The router's face to clients: HTTP/1.1 on ``asyncio.Protocol`` and httptools.
+"""The router's face to clients: HTTP/1.1 connections on ``asyncio.Protocol``.
 
 One connection answers its requests one after the other, in order. Requests that arrive early (pipelining) are parsed
 and wait; reading stops only when many do, because a closed connection is noticed by reading. A client that
@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
-
-import httptools
 
 from kvshuttle.router.http_text import DateHeader, Headers, Request, header_lines, status_line
 from kvshuttle.router.openai import error_body
+from kvshuttle.router.request_parser import Refusal, RequestParser
 
 if TYPE_CHECKING:
     from kvshuttle.config import RouterConfig
@@ -25,25 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 16
-_MAX_URL_BYTES = 8192
 _LINGER_S = 2.0
-_SWEEP_S = 1.0
+_MAX_SWEEP_S = 1.0
 
 Handler = Callable[[Request, "Responder"], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class Refusal:
-    """An answer to something that never became a request; the connection ends after it."""
-
-    status: int
-    message: str
-
-
-class _Refused(Exception):  # noqa: N818 - not an error of ours: it leaves a parser callback
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.refusal = Refusal(status, message)
 
 
 class Responder:
@@ -63,7 +45,8 @@ class Responder:
     def send(self, status: int, headers: Headers, body: bytes) -> None:
         """A whole answer."""
         self._begin(status)
-        head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
+        framing = b"" if status == 204 else b"content-length: %d\r\n" % len(body)
+        head = self._head(status, headers, framing)
         is_head = self._request.method == b"HEAD"
         self.num_bytes += 0 if is_head else len(body)
         self._connection.write(head if is_head else head + body)
@@ -129,122 +112,59 @@ class ClientConnection(asyncio.Protocol):
         self.is_write_paused = False
         self._config = server.config
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpRequestParser(self)
-        self._waiting: deque[Request | Refusal] = deque()
+        self._parser = RequestParser(server.config)
         self._task: asyncio.Task[None] | None = None
         self._on_pause: Callable[[], None] | None = None
         self._on_resume: Callable[[], None] | None = None
+        self._since_s = server.loop.time()
         self._paused_at_s = 0.0
         self._is_reading = True
         self._is_lingering = False
-        self._owes_continue = False
-        self._since_s = server.loop.time()
-        self._reset_message()
-        self._is_in_head = self._is_in_body = False
+        self._is_closing = False
 
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=self._config.client_buffer_bytes)
-        self.server.connections.add(self)
-        if len(self.server.connections) > self._config.max_connections:
-            self._refuse(Refusal(503, "Too many connections to the router."))
+        if self.server.admit(self):
+            return
+        self._parser.refuse(Refusal(503, "The router has too many connections."))
+        self._advance()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.server.connections.discard(self)
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - why it went changes nothing
+        """The client is gone; its request is cancelled."""
+        self.server.forget(self)
         self._transport = None
-        self._waiting.clear()
         self._on_pause = self._on_resume = None
         if self._task is not None:
             self._task.cancel()
 
     def pause_writing(self) -> None:
+        """The client does not read as fast as its answer comes."""
         self.is_write_paused = True
         self._paused_at_s = self.server.loop.time()
         if self._on_pause is not None:
             self._on_pause()
 
     def resume_writing(self) -> None:
+        """It has caught up."""
         self.is_write_paused = False
         if self._on_resume is not None:
             self._on_resume()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_lingering:
-            return
-        if not (self._is_in_head or self._is_in_body or self._waiting or self._task):
+        """Parse, and answer what is whole."""
+        parser = self._parser
+        if not (parser.is_receiving or parser.arrived or self._task):
             self._since_s = self.server.loop.time()
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-        try:
-            self._feed(data)
-            if self._is_in_head and self._num_head_bytes > self._config.max_header_bytes:
-                raise _Refused(431, f"The request's head is longer than {self._config.max_header_bytes} bytes.")
-        except _Refused as refused:
-            self._refuse(refused.refusal)
-        except httptools.HttpParserError as error:
-            cause = error.__context__
-            refusal = (
-                cause.refusal if isinstance(cause, _Refused) else Refusal(400, "The request is not valid HTTP/1.1.")
-            )
-            self._refuse(refusal)
-        if len(self._waiting) > _MAX_WAITING and self._is_reading and self._transport is not None:
+        parser.feed(data)
+        self._advance()
+        is_full = len(parser.arrived) > _MAX_WAITING or parser.num_arrived_bytes > self._config.max_body_bytes
+        if is_full and self._is_reading and self._transport is not None:
             self._is_reading = False
             self._transport.pause_reading()
-
-    # --- httptools ---
-
-    def on_message_begin(self) -> None:
-        self._reset_message()
-        self._is_in_head = True
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-        if len(self._url) > _MAX_URL_BYTES:
-            raise _Refused(414, f"The URL is longer than {_MAX_URL_BYTES} bytes.")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_head:
-            return  # a trailer
-        self._num_parsed_bytes += len(name) + len(value) + 4
-        if self._num_parsed_bytes > self._config.max_header_bytes:
-            raise _Refused(431, f"The request's headers are longer than {self._config.max_header_bytes} bytes.")
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._is_in_body = True
-        self._method = self._parser.get_method()
-        self._is_http_10 = self._parser.get_http_version() != "1.1"
-        self._is_keep_alive = self._parser.should_keep_alive()
-        has_host = False
-        for name, value in self._headers:
-            if name == b"content-length" and int(value) > self._config.max_body_bytes:
-                raise _Refused(413, self._too_large())
-            if name == b"content-encoding" and value.lower() != b"identity":
-                raise _Refused(415, "Compressed request bodies are not supported.")
-            if name == b"expect":
-                self._expect(value)
-            has_host = has_host or name == b"host"
-        if not has_host and not self._is_http_10:
-            raise _Refused(400, "The Host header is missing.")
-
-    def on_body(self, data: bytes) -> None:
-        self._num_body_bytes += len(data)
-        if self._num_body_bytes > self._config.max_body_bytes:
-            raise _Refused(413, self._too_large())
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        self._is_in_body = self._owes_continue = False
-        if self._parser.should_upgrade() and self._method != b"CONNECT":
-            return  # _feed parses it again without the offer to upgrade
-        path = self._url.partition(b"?")[0]
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        request = Request(self._method, path, self._headers, body, self._is_keep_alive, self._is_http_10)
-        self._waiting.append(request)
-        self._advance()
 
     # --- answering ---
 
@@ -269,95 +189,51 @@ class ClientConnection(asyncio.Protocol):
         elif self._is_lingering:
             if waited_s > _LINGER_S:
                 self._transport.abort()
-        elif self._task is not None or self._waiting:
+        elif self._task is not None:
             return
-        elif self._is_in_head or self._is_in_body:
+        elif self._parser.is_receiving:
             if waited_s > self._config.request_timeout_s:
-                self._refuse(Refusal(408, "The request did not arrive in time."))
+                self._parser.refuse(Refusal(408, "The request did not arrive in time."))
+                self._advance()
         elif waited_s > self._config.keep_alive_s:
             self._transport.close()
 
-    def close_if_idle(self) -> None:
+    def close_soon(self) -> None:
         """Close now when no request is running; otherwise after the running one."""
         self._is_closing = True
         if self._task is None and self._transport is not None:
             self._transport.close()
 
-    def cancel(self) -> None:
+    def abort(self) -> None:
         """Drop the running request and the connection."""
         if self._transport is not None:
             self._transport.abort()
 
     # --- private ---
 
-    _is_closing = False
-
-    def _reset_message(self) -> None:
-        self._url = b""
-        self._method = b""
-        self._headers: Headers = []
-        self._body: list[bytes] = []
-        self._num_head_bytes = self._num_parsed_bytes = self._num_body_bytes = 0
-        self._is_keep_alive = False
-        self._is_http_10 = False
-
-    def _feed(self, data: bytes) -> None:
-        while data:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                data = self._without_upgrade(data[upgrade.args[0] :])
-            else:
-                return
-
-    def _without_upgrade(self, rest: bytes) -> bytes:
-        """We offer no upgrade, so the request stands as if it had not been asked for."""
-        self._parser = httptools.HttpRequestParser(self)
-        if self._method == b"CONNECT":
-            return b""
-        dropped = (b"upgrade", b"connection", b"http2-settings")
-        lines = header_lines([header for header in self._headers if header[0] not in dropped])
-        return b"%b %b HTTP/1.1\r\n%b\r\n" % (self._method, self._url, lines) + rest
-
-    def _expect(self, value: bytes) -> None:
-        if value.lower() != b"100-continue":
-            raise _Refused(417, "The only expectation supported is 100-continue.")
-        self._owes_continue = True
-        self._pay_continue()
-
-    def _pay_continue(self) -> None:
-        if self._owes_continue and self._task is None and not self._waiting:
-            self._owes_continue = False
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def _too_large(self) -> str:
-        return f"The request body is longer than {self._config.max_body_bytes} bytes."
-
-    def _refuse(self, refusal: Refusal) -> None:
-        self._is_in_head = self._is_in_body = False
-        self._is_lingering = True
-        self._waiting.append(refusal)
-        self._advance()
-
     def _advance(self) -> None:
-        if self._task is not None or not self._waiting or self._transport is None:
+        """Start on the next arrival, if nothing runs."""
+        if self._task is not None or self._transport is None or self._is_lingering:
             return
-        item = self._waiting.popleft()
-        if isinstance(item, Refusal):
-            self._send_refusal(item)
-            return
-        self._task = self.server.loop.create_task(self._answer(item))
+        if self._parser.arrived:
+            arrival = self._parser.take()
+            if isinstance(arrival, Refusal):
+                self._send_refusal(arrival)
+            else:
+                self._task = self.server.loop.create_task(self._answer(arrival))
+        elif self._parser.wants_continue:
+            self._parser.wants_continue = False
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _answer(self, request: Request) -> None:
         responder = Responder(self, request)
         try:
             await self.server.handler(request, responder)
         except asyncio.CancelledError:
-            if self._transport is not None:
-                self._transport.abort()
+            self.abort()
             raise
         except Exception:
-            logger.exception("unhandled error while answering %s", request.path[:64])
+            logger.exception("unhandled error while answering %r", request.path[:64])
             if not responder.is_started:
                 body = error_body("Internal error of the router.", status=500, kind="InternalServerError")
                 responder.send(500, [(b"content-type", b"application/json")], body)
@@ -366,9 +242,9 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self._task = None
             self._on_pause = self._on_resume = None
-            self._next(request)
+            self._after(request)
 
-    def _next(self, request: Request) -> None:
+    def _after(self, request: Request) -> None:
         if self._transport is None:
             return
         if not request.is_keep_alive or self._is_closing:
@@ -376,8 +252,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._since_s = self.server.loop.time()
         self._advance()
-        self._pay_continue()
-        if not self._is_reading and len(self._waiting) <= _MAX_WAITING // 2:
+        if not self._is_reading and len(self._parser.arrived) <= _MAX_WAITING // 2:
             self._is_reading = True
             self._transport.resume_reading()
 
@@ -386,11 +261,8 @@ class ClientConnection(asyncio.Protocol):
         self.server.on_refused(refusal.status)
         kind = "BadRequestError" if refusal.status < 500 else "ServiceUnavailableError"
         body = error_body(refusal.message, status=refusal.status, kind=kind)
-        head = status_line(refusal.status) + self.server.date.line()
-        self.write(
-            b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (head, len(body), body)
-        )
+        framing = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.write(status_line(refusal.status) + self.server.date.line() + framing + body)
         # Closing with unread input would reset the connection, and the client might never see the answer.
         self._is_lingering = True
         self._since_s = self.server.loop.time()
@@ -406,13 +278,15 @@ class HttpServer:
         self.handler = handler
         self.on_refused = on_refused
         self.loop = asyncio.get_running_loop()
-        self.connections: set[ClientConnection] = set()
         self.date = DateHeader()
+        self._connections: set[ClientConnection] = set()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<HttpServer connections={len(self.connections)}>"
+        return f"<HttpServer connections={len(self._connections)}>"
 
     async def start(self) -> int:
         """Listen; returns the port. Raises ``OSError`` when the address cannot be had."""
@@ -423,25 +297,40 @@ class HttpServer:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
+    def admit(self, connection: ClientConnection) -> bool:
+        """Keep a new connection; False when there are too many, and it should be told so."""
+        self._connections.add(connection)
+        self._is_empty.clear()
+        return len(self._connections) <= self.config.max_connections
+
+    def forget(self, connection: ClientConnection) -> None:
+        """A connection has closed."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._is_empty.set()
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and let running ones end; True when all did in time."""
         if self._server is not None:
             self._server.close()
-        for connection in list(self.connections):
-            connection.close_if_idle()
-        deadline_at_s = self.loop.time() + timeout_s
-        while self.connections and self.loop.time() < deadline_at_s:
-            await asyncio.sleep(0.05)
-        is_clean = not self.connections
-        for connection in list(self.connections):
-            connection.cancel()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        return is_clean
+        for connection in list(self._connections):
+            connection.close_soon()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.abort()
+            return False
+        finally:
+            if self._sweeper is not None:
+                self._sweeper.cancel()
+        return True
 
     async def _sweep(self) -> None:
+        shortest_s = min(self.config.keep_alive_s, self.config.request_timeout_s, self.config.slow_client_timeout_s)
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(min(_MAX_SWEEP_S, shortest_s / 4))
             now_s = self.loop.time()
-            for connection in list(self.connections):
+            for connection in list(self._connections):
                 connection.sweep(now_s)

@@ -1,8 +1,8 @@
 """The little that the router must understand of server-sent events. Pure.
 
 Before the first data event the head of a stream is read closely, since until then a failure can still become a
-retry or a real status code. After it, bytes pass through whole and unread, but never half an event: when the engine dies
-in the middle of one, the client gets our error event instead of garbage.
+retry or a real status code. After it, bytes pass through whole and unread, but never half an event: when the
+engine dies in the middle of one, the client gets our error event instead of garbage.
 """
 
 from __future__ import annotations
