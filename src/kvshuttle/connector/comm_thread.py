@@ -36,8 +36,8 @@ _ACTIVE_SLEEP_S = 0.0001
 """Between polls while our own read is under way; short, since each poll also moves the bytes."""
 _BUSY_SLEEP_S = 0.0002
 """The same while a peer reads from us."""
-_IDLE_POLL_S = 0.05
-"""Idle: 20 wake-ups a second keep UCX's connections alive for about 0.5 % of a core."""
+_IDLE_POLL_S = 0.2
+"""Idle: a hint wakes us before a peer reads, so this only serves what UCX does on its own (keep-alives)."""
 _BUSY_HINT_S = 1.0
 _START_TIMEOUT_S = 120.0
 
@@ -104,7 +104,7 @@ class CommThreadOptions:
 
 
 class CommThread:
-    """Runs reads for a worker. ``start`` returns its card; ``order``, ``meet``, ``forget`` and ``take`` are thread-safe."""
+    """Runs a worker's reads. ``start`` returns its card. The public methods are thread-safe."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class CommThread:
         self._options = options
         self._transport_factory = transport_factory
         self._endpoint_factory = endpoint_factory
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[WorkerCard | BaseException] = queue.SimpleQueue()
         self._is_stopping = threading.Event()

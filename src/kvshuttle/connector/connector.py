@@ -79,6 +79,7 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        vllm_compat.adopt_logging()
         config = ConnectorConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         secret = _secret()
         self._scheduler: SchedulerHalf | None = None
@@ -86,17 +87,13 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             from kvshuttle.connector.scheduler_half import SchedulerHalf
 
-            self._scheduler = SchedulerHalf(
-                vllm_config, kv_cache_config, config, secret=secret, host_id=_host_id()
-            )
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config, secret=secret, host_id=_host_id())
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
             from kvshuttle.connector.worker_half import WorkerHalf
 
-            self._worker = WorkerHalf(
-                config, rank=get_tensor_model_parallel_rank(), secret=secret, host_id=_host_id()
-            )
+            self._worker = WorkerHalf(config, rank=get_tensor_model_parallel_rank(), secret=secret, host_id=_host_id())
 
     def count_internal_error(self, hook: str) -> None:
         """Count an exception caught at the edge of ``hook``."""

@@ -36,9 +36,7 @@ class Holder:
         """Learn the engine's block pool."""
         self._pool = pool
 
-    def hold(
-        self, leg: PrefillLeg, *, chain: TokenChain, block_ids: list[int], now_s: float
-    ) -> dict[str, Any] | None:
+    def hold(self, leg: PrefillLeg, *, chain: TokenChain, block_ids: list[int], now_s: float) -> dict[str, Any] | None:
         """Pin the blocks of a computed prompt; the response's ``kv_transfer_params``, or None when nothing is held."""
         num_blocks = num_blocks_for(chain.num_tokens, chain.block_size_tokens)
         if self._pool is None or chain.num_tokens == 0 or len(block_ids) < num_blocks:

@@ -64,7 +64,7 @@ def kv_memory(kv_caches: Mapping[str, Tensor], *, num_blocks: int) -> KvMemory:
         storage_spans=np.array(sorted(storages.items()), dtype=np.int64),
         device="DRAM" if first.device.type == "cpu" else "VRAM",
         device_id=0 if first.device.index is None else first.device.index,
-        layout=";".join(sorted(set(_without_block_count(layout, num_blocks) for layout in layouts))),
+        layout=";".join(sorted({_without_block_count(layout, num_blocks) for layout in layouts})),
     )
 
 
@@ -99,17 +99,18 @@ def _region(name: str, tensor: Tensor, num_blocks: int) -> Region:
     num_pages = tensor.shape[0]
     if num_pages % num_blocks:
         raise ConfigError(
-            f"kv_caches[{name!r}]: {num_pages} pages do not divide into {num_blocks} blocks; this layout is not supported"
+            f"kv_caches[{name!r}]: {num_pages} pages do not divide into {num_blocks} blocks; layout not supported"
         )
     pages_per_block = num_pages // num_blocks  # the attention kernel may use smaller pages than the scheduler
     page_len_bytes = tensor[0].numel() * tensor.element_size()
     page_stride_bytes = tensor.stride(0) * tensor.element_size()
-    page_extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    steps = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    page_extent = 1 + sum((size - 1) * stride for size, stride in steps)
     is_compact = page_extent * tensor.element_size() == page_len_bytes
     if not is_compact or (pages_per_block > 1 and page_stride_bytes != page_len_bytes):
         raise ConfigError(
-            f"kv_caches[{name!r}]: a block is not one run of bytes (shape {tuple(tensor.shape)}, stride {tensor.stride()});"
-            " set VLLM_KV_CACHE_LAYOUT=HND"
+            f"kv_caches[{name!r}]: a block is not one run of bytes (shape {tuple(tensor.shape)},"
+            f" stride {tensor.stride()}); set VLLM_KV_CACHE_LAYOUT=HND"
         )
     return Region(
         base_address=tensor.data_ptr(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,16 +45,17 @@ from kvshuttle.handoff.messages import (
     Message,
     Renewed,
 )
-from kvshuttle.handoff.params import DecodeLeg
 from kvshuttle.ids import Handle
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     from kvshuttle.blocks import TokenChain
     from kvshuttle.config import ConnectorConfig
     from kvshuttle.connector.stats import ShuttleStats
-    from kvshuttle.transport.endpoint import Endpoint
+    from kvshuttle.handoff.params import DecodeLeg
+    from kvshuttle.transport.endpoint import Endpoint, OnReply
     from kvshuttle.transport.side_channel import SideChannelThread
 
 logger = logging.getLogger(__name__)
@@ -255,9 +255,7 @@ class Reader:
         reading.is_counted = True
         self._stats.count("transfers", "read", str(outcome))
         if outcome not in _SERVED and outcome is not Outcome.ABORTED:
-            logger.warning(
-                "kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail
-            )
+            logger.warning("kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail)
 
     def _forget_if_over(self, reading: _Reading, *, is_request_over: bool = False) -> None:
         # A request that is still alive keeps its entry, so that a preemption does not fetch again.
@@ -273,9 +271,7 @@ class Reader:
             # Stopping, or far behind: the machine's own deadlines end what waits for this.
             logger.warning("kvshuttle: not sent: %s", error)
 
-    def _request(
-        self, reading: _Reading, message: Message, timeout_s: float, on_reply: Callable[[Message | KvshuttleError], None]
-    ) -> None:
+    def _request(self, reading: _Reading, message: Message, timeout_s: float, on_reply: OnReply[Message]) -> None:
         address = reading.fetch.source.address
         self._send(lambda side: side.request(address, message, timeout_s=timeout_s, on_reply=on_reply))
 

@@ -47,15 +47,18 @@ class SideChannelService:
                 return Refused(reason=f"protocol version {message.protocol_version} != {PROTOCOL_VERSION}")
             return HelloAck(card=self._card)
         with self._lock:
-            match message:
-                case Acquire():
-                    return self._ledger.acquire(message, now_s=now_s())
-                case Renew():
-                    return self._ledger.renew(message, now_s=now_s())
-                case Release():
-                    return self._ledger.release(message, now_s=now_s())
-                case Status():
-                    return self._status()
+            return self._answer_locked(message)
+
+    def _answer_locked(self, message: Message) -> Message:
+        match message:
+            case Acquire():
+                return self._ledger.acquire(message, now_s=now_s())
+            case Renew():
+                return self._ledger.renew(message, now_s=now_s())
+            case Release():
+                return self._ledger.release(message, now_s=now_s())
+            case Status():
+                return self._status()
         return Refused(reason=f"an engine does not answer {type(message).__name__}")
 
     def count_changes(self, stats: ShuttleStats) -> None:

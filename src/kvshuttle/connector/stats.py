@@ -32,7 +32,7 @@ SERIES: Mapping[str, Series] = {
     "transfer_tokens": Series(Counter, ("direction",), "Tokens whose KV was moved and used."),
     "local_hit_tokens": Series(Counter, (), "Prompt tokens of hand-offs that the local prefix cache already held."),
     "transfer_bytes": Series(Counter, ("direction",), "Bytes moved, summed over ranks."),
-    "transfer_failures": Series(Counter, ("direction", "reason"), "Reads that failed in a worker, by reason; one for each rank."),
+    "transfer_failures": Series(Counter, ("direction", "reason"), "Reads that failed in a worker; one for each rank."),
     "transfer_descriptors": Series(
         Histogram, ("direction",), "Descriptors for each transfer.", (1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
     ),
@@ -40,7 +40,7 @@ SERIES: Mapping[str, Series] = {
     "transfer_wire_seconds": Series(Histogram, ("direction",), "Time from post to completion.", _SECONDS),
     "acquire_seconds": Series(Histogram, (), "Time from asking a holder to its answer.", _SECONDS),
     "holdings": Series(Counter, ("outcome",), "What became of KV held for readers: granted, released, expired."),
-    "leases": Series(Counter, ("outcome",), "What became of leases given to readers: acquired, denied, renewed, expired."),
+    "leases": Series(Counter, ("outcome",), "What became of leases: acquired, renewed, released, expired, denied_*."),
     "leases_held": Series(Gauge, (), "Leases outstanding at the last step."),
     "held_blocks": Series(Gauge, (), "Blocks kept for readers at the last step."),
     "rejected_params": Series(Counter, (), "Requests whose kv_transfer_params were malformed and ignored."),
@@ -62,6 +62,7 @@ class ShuttleStats(KVConnectorStats):
     """One interval's observations. ``data``: series key to a number (counter, gauge) or list (histogram)."""
 
     data: dict[str, Any] = field(default_factory=dict)
+    _reported: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
         """Add to a counter."""
@@ -73,8 +74,10 @@ class ShuttleStats(KVConnectorStats):
         self.data.setdefault(series_key(name, *labels), []).append(value)
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        self.data[series_key(name)] = value
+        """Set a gauge; a value that was reported before is not reported again, so that idle steps carry nothing."""
+        if self._reported.get(name) != value:
+            self._reported[name] = value
+            self.data[series_key(name)] = value
 
     def reset(self) -> None:
         """Forget everything recorded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -11,8 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshuttle.handoff.block_plan import BlockPlan
-from kvshuttle.handoff.messages import WorkerCard
+if TYPE_CHECKING:
+    from kvshuttle.handoff.block_plan import BlockPlan
+    from kvshuttle.handoff.messages import WorkerCard
 
 
 @dataclass(frozen=True, slots=True)

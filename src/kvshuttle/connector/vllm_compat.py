@@ -6,6 +6,7 @@ the connector is written against one API: the newest.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,15 @@ def vllm_version() -> str:
     import vllm
 
     return str(getattr(vllm, "__version__", "unknown"))
+
+
+def adopt_logging() -> None:
+    """Let our log lines go where vLLM's go: it configures its own logger only."""
+    ours, theirs = logging.getLogger("kvshuttle"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level or logging.INFO)
+        ours.propagate = not theirs.handlers
 
 
 def content_identity(request: Request) -> ContentIdentity:

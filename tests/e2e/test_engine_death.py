@@ -1,0 +1,157 @@
+"""An engine that dies takes nothing with it: clients get an answer or an error, and KV moves again after its restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from support.live import BLOCK_SIZE_TOKENS, MODEL_NAME, Answer, difference, get, post
+
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck
+from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, parse_result, to_params
+
+if TYPE_CHECKING:
+    from support.live import Live
+
+ANSWER_WITHIN_S = 15.0
+KV_MOVES_WITHIN_S = 30.0
+
+
+def completion(live: Live, num_tokens: int, *, max_tokens: int = 8) -> dict[str, object]:
+    return {"model": MODEL_NAME, "prompt": live.token_ids(num_tokens), "max_tokens": max_tokens, "temperature": 0}
+
+
+def ask_within(live: Live, body: dict[str, object], deadline_s: float) -> Answer:
+    started_at_s = time.monotonic()
+    answer = live.ask("/v1/completions", body)
+    assert time.monotonic() - started_at_s < deadline_s
+    return answer
+
+
+def assert_right_or_5xx(live: Live, body: dict[str, object], answer: Answer) -> None:
+    if answer.status == 200:
+        assert answer.gist == live.ask_plain("/v1/completions", body).gist
+    else:
+        assert 500 <= answer.status < 600, answer.raw
+        assert answer.body["error"]["message"]
+
+
+def assert_alive(live: Live, *names: str) -> None:
+    for name in names:
+        assert live.fleet.check(name), name
+    assert "router" not in live.fleet.dead()
+
+
+def assert_kv_moves_again(live: Live, name: str) -> None:
+    """Start the engine at its old ports, touch nothing else, and see KV move within the deadline."""
+    live.fleet.restart(name, timeout_s=300)
+    deadline_at_s = time.monotonic() + KV_MOVES_WITHIN_S
+    while True:
+        body = completion(live, 2 * BLOCK_SIZE_TOKENS)
+        before = live.metrics("decode-0").moved()
+        answer = live.ask("/v1/completions", body)
+        moved = difference(live.metrics("decode-0").moved(), before)
+        if answer.status == 200 and moved["read_ok"] == 1:
+            assert answer.gist == live.ask_plain("/v1/completions", body).gist
+            break
+        assert time.monotonic() < deadline_at_s, (answer.status, moved)
+    assert live.wait_settled(timeout_s=15) == {}
+
+
+def test_killing_an_idle_prefill_engine(live: Live) -> None:
+    live.fleet.kill("prefill-0")
+    body = completion(live, 2 * BLOCK_SIZE_TOKENS)
+    assert_right_or_5xx(live, body, ask_within(live, body, ANSWER_WITHIN_S))
+    assert_alive(live, "decode-0")
+    assert_kv_moves_again(live, "prefill-0")
+
+
+def test_killing_the_prefill_engine_while_it_prefills(live: Live) -> None:
+    body = completion(live, 1500)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(live.ask, "/v1/completions", body)
+        wait_until_running(live, "prefill-0")
+        live.fleet.kill("prefill-0")
+        answer = asked.result(timeout=ANSWER_WITHIN_S)
+    assert_right_or_5xx(live, body, answer)
+    assert_alive(live, "decode-0")
+    assert_kv_moves_again(live, "prefill-0")
+
+
+def test_killing_the_prefill_engine_between_its_answer_and_the_read(live: Live) -> None:
+    """The two legs are sent by hand, since the router leaves no time between them."""
+    body = completion(live, 3 * BLOCK_SIZE_TOKENS + 7)
+    peer = source_of(live, "prefill-0")
+    leg = PrefillLeg(transfer_id="killed-between")
+    prefilled = post(
+        live.engine_url("prefill-0"),
+        "/v1/completions",
+        {**body, "max_tokens": 1, "kv_transfer_params": to_params(leg)},
+    )
+    assert parse_result(prefilled.body["kv_transfer_params"]) is not None
+    live.fleet.kill("prefill-0")
+    before = live.metrics("decode-0").moved()
+    started_at_s = time.monotonic()
+    answer = post(
+        live.engine_url("decode-0"),
+        "/v1/completions",
+        {**body, "kv_transfer_params": to_params(DecodeLeg(transfer_id="killed-between", source=peer))},
+    )
+    assert time.monotonic() - started_at_s < ANSWER_WITHIN_S
+    assert answer.gist == live.ask_plain("/v1/completions", body).gist
+    moved = difference(live.metrics("decode-0").moved(), before)
+    assert moved["transfers"] == 1
+    assert moved["read_ok"] == 0
+    assert_alive(live, "decode-0")
+    assert_kv_moves_again(live, "prefill-0")
+
+
+@pytest.mark.parametrize("moment", ["idle", "decoding"])
+def test_killing_the_decode_engine(live: Live, moment: str) -> None:
+    body = completion(live, 2 * BLOCK_SIZE_TOKENS, max_tokens=400 if moment == "decoding" else 8)
+    if moment == "idle":
+        live.fleet.kill("decode-0")
+        answer = ask_within(live, body, ANSWER_WITHIN_S)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(live.ask, "/v1/completions", body)
+            wait_until_running(live, "decode-0")
+            live.fleet.kill("decode-0")
+            answer = asked.result(timeout=ANSWER_WITHIN_S)
+    assert 500 <= answer.status < 600, answer.raw
+    assert answer.body["error"]["message"]
+    assert_alive(live, "prefill-0")
+    assert_kv_moves_again(live, "decode-0")
+
+
+def wait_until_running(live: Live, name: str, *, timeout_s: float = 10.0) -> None:
+    """Poll the side channel, which answers while the engine computes, until the engine runs a request."""
+    from support.side import ask_side
+
+    from kvshuttle.handoff.messages import Status, StatusReport
+
+    deadline_at_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_at_s:
+        report = ask_side(live.fleet.plan_of(name).side_address, Status())
+        assert isinstance(report, StatusReport)
+        if report.num_running:
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError(f"{name} ran nothing within {timeout_s} s")
+
+
+def source_of(live: Live, name: str) -> Peer:
+    from support.side import ask_side
+
+    address = live.fleet.plan_of(name).side_address
+    ack = ask_side(address, Hello(protocol_version=PROTOCOL_VERSION, sender="test"))
+    assert isinstance(ack, HelloAck)
+    return Peer(address=address, engine_id=ack.card.engine_id, incarnation=ack.card.incarnation)
+
+
+def test_the_router_itself_stays_up(live: Live) -> None:
+    status, _ = get(live.url, "/health")
+    assert status == 200
