@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvshuttle
-from kvshuttle.config import Device, LauncherConfig, RouterConfig
+from kvshuttle.config import Device, LauncherConfig, RouterConfig, secret_from
 from kvshuttle.errors import ConfigError, KvshuttleError
 
 if TYPE_CHECKING:
@@ -230,10 +230,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _router(args: argparse.Namespace) -> int:
-    from kvshuttle.router.app import run_router
+    from kvshuttle.router.main import run_router
 
-    run_router(router_config_from(args))
-    return 0
+    return run_router(router_config_from(args), secret=secret_from(os.environ))
 
 
 def _doctor(args: argparse.Namespace) -> int:

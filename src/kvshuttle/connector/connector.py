@@ -21,10 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvshuttle.config import ConnectorConfig
+from kvshuttle.config import ConnectorConfig, secret_from
 from kvshuttle.connector import vllm_compat
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
-from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +80,7 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         vllm_compat.adopt_logging()
         config = ConnectorConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        secret = _secret()
+        secret = secret_from(os.environ)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -274,14 +273,6 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._scheduler if self._scheduler is not None else self._worker
         if half is not None:
             half.shutdown()
-
-
-def _secret() -> bytes | None:
-    # vLLM gives connectors no other way to a secret that must not stand on a command line.
-    text = os.environ.get("KVSHUTTLE_SECRET", "")
-    if text and len(text.encode()) < 16:
-        raise ConfigError("KVSHUTTLE_SECRET: at least 16 bytes, the same on every engine and the router")
-    return text.encode() or None
 
 
 def _host_id() -> str:
