@@ -193,21 +193,21 @@ class Drive:
 
     def _fall_back(self, reason: RouteReason, status: int) -> None:
         """Let the decode engine compute the prompt, if the policy allows it. Raises ``RequestError`` otherwise."""
-        is_allowed = self._config.prefill_failure_policy is PrefillFailurePolicy.RETRY_THEN_LOCAL
-        is_short = self._request.traits.num_tokens <= self._config.local_prefill_max_tokens
-        is_model_only = reason is RouteReason.MODEL_NOT_ON_PREFILL
-        if not is_model_only and not (is_allowed and is_short):
+        if not self._is_local_allowed():
             self._give_up(status, "No prefill engine could serve the request.")
         self._take(Route.LOCAL, reason)
 
     def _pass_refusal(self, refusal: Answer) -> bool:
-        """A 4xx of the prefill engine is about a body that we rewrote: the decode engine is asked about the original."""
-        is_short = self._request.traits.num_tokens <= self._config.local_prefill_max_tokens
-        if refusal.status in _ASK_DECODE_AFTER and is_short:
+        """A 4xx of the prefill engine is about a body that we rewrote: ask the decode engine about the original."""
+        if refusal.status in _ASK_DECODE_AFTER and self._is_local_allowed():
             self._take(Route.LOCAL, RouteReason.PREFILL_REFUSED)
             return False
         self._answer(refusal)
         return True
+
+    def _is_local_allowed(self) -> bool:
+        is_allowed = self._config.prefill_failure_policy is PrefillFailurePolicy.RETRY_THEN_LOCAL
+        return is_allowed and self._request.traits.num_tokens <= self._config.local_prefill_max_tokens
 
     def _take(self, route: Route, reason: RouteReason) -> None:
         self._receipt.route, self._receipt.reason = route, reason

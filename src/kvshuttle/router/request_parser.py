@@ -149,7 +149,7 @@ class RequestParser:
     def on_message_complete(self) -> None:
         """The request is whole."""
         self._is_in_body = self.wants_continue = False
-        if self._parser.should_upgrade() and self._method != b"CONNECT":
+        if self._parser.should_upgrade():
             return  # _feed parses it again without the offer to upgrade
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []

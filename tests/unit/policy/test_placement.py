@@ -1,0 +1,85 @@
+from dataclasses import replace
+
+import pytest
+
+from kvshuttle.policy import EngineView, Placement, PlacementReason, place_decode, place_prefill
+
+P0 = EngineView("p0", is_up=True, peers=frozenset({"d0", "d1"}))
+P1 = replace(P0, name="p1")
+D0 = EngineView("d0", is_up=True, peers=frozenset({"p0", "p1"}))
+D1 = replace(D0, name="d1")
+
+
+def prefill(*views: EngineView, model: str = "", avoid: tuple[str, ...] = (), draw: float = 0.0) -> Placement:
+    return place_prefill(views, model=model, avoid=avoid, draw=draw)
+
+
+def decode(*views: EngineView, source: str | None = None, draw: float = 0.0) -> Placement:
+    return place_decode(views, model="", source=source, avoid=(), draw=draw)
+
+
+def test_the_fewest_outstanding_prefill_tokens_win_whatever_the_number_of_requests():
+    few_long = replace(P0, outstanding_requests=1, outstanding_tokens=9000)
+    many_short = replace(P1, outstanding_requests=20, outstanding_tokens=2000)
+    assert prefill(few_long, many_short) == Placement("p1", PlacementReason.LEAST_LOADED)
+
+
+@pytest.mark.parametrize(("draw", "winner"), [(0.0, "p0"), (0.49, "p0"), (0.5, "p1"), (0.999, "p1")])
+def test_the_draw_decides_between_equals(draw, winner):
+    assert prefill(P0, P1, draw=draw).engine == winner
+
+
+def test_an_engine_that_is_down_is_never_chosen():
+    assert prefill(replace(P0, is_up=False)) == Placement(None, PlacementReason.NO_ENGINE_UP)
+    assert prefill(replace(P0, is_up=False), P1) == Placement("p1", PlacementReason.ONLY_CANDIDATE)
+
+
+def test_no_engines_at_all_is_no_engine_up():
+    assert prefill() == Placement(None, PlacementReason.NO_ENGINE_UP)
+
+
+def test_a_prefill_engine_without_a_compatible_decode_engine_is_never_chosen():
+    assert prefill(replace(P0, peers=frozenset())) == Placement(None, PlacementReason.NO_COMPATIBLE_PAIR)
+
+
+def test_an_engine_that_does_not_serve_the_model_is_never_chosen():
+    other = replace(P0, models=frozenset({"b"}))
+    assert prefill(other, model="a") == Placement(None, PlacementReason.MODEL_NOT_SERVED)
+    assert prefill(other, P1, model="a").engine == "p1"
+    assert prefill(other, model="").engine == "p0"
+
+
+def test_quarantined_and_failed_engines_are_avoided_while_another_is_left():
+    assert prefill(replace(P0, is_quarantined=True), replace(P1, outstanding_tokens=10**6)).engine == "p1"
+    assert prefill(P0, replace(P1, outstanding_tokens=10**6), avoid=("p0",)).engine == "p1"
+
+
+def test_an_engine_in_quarantine_is_better_than_one_that_failed_this_request():
+    assert prefill(P0, replace(P1, is_quarantined=True), avoid=("p0",)) == Placement("p1", PlacementReason.LAST_RESORT)
+
+
+def test_the_last_engine_is_tried_even_in_quarantine():
+    assert prefill(replace(P0, is_quarantined=True), avoid=("p0",)) == Placement("p0", PlacementReason.LAST_RESORT)
+
+
+def test_the_decode_engine_with_the_least_load_wins_by_the_greater_of_own_and_reported_load():
+    assert decode(replace(D0, outstanding_requests=3), replace(D1, outstanding_requests=2)).engine == "d1"
+    assert decode(replace(D0, reported_requests=3), replace(D1, outstanding_requests=2)).engine == "d1"
+    assert decode(replace(D0, reported_requests=3), replace(D1, outstanding_requests=4)).engine == "d0"
+
+
+def test_a_decode_engine_that_runs_out_of_blocks_loses_to_one_with_somewhat_more_load():
+    full = replace(D0, outstanding_requests=2, free_blocks_fraction=0.0)
+    assert decode(full, replace(D1, outstanding_requests=4)).engine == "d1"
+    assert decode(full, replace(D1, outstanding_requests=6)).engine == "d0"
+
+
+def test_free_blocks_do_not_matter_while_there_are_enough():
+    assert decode(replace(D0, free_blocks_fraction=0.1), replace(D1, outstanding_requests=1)).engine == "d0"
+
+
+def test_a_decode_engine_must_be_able_to_read_from_the_source():
+    stranger = replace(D0, peers=frozenset({"p1"}))
+    assert decode(stranger, source="p0") == Placement(None, PlacementReason.NO_COMPATIBLE_PAIR)
+    assert decode(stranger, D1, source="p0").engine == "d1"
+    assert decode(stranger, source=None).engine == "d0"
