@@ -150,7 +150,8 @@ def install_torch(force) -> None:
 def install_lock(name, force, *options) -> None:
     num_packages = sum(1 for line in lock_text(name).splitlines() if line and not line.startswith("#"))
     again = ["--force-reinstall"] if force else []
-    pip(["install", "--no-deps", *again, *options, "-r", str(LOCKS / name)], num_packages)
+    # Compiling all of it would take a minute or two; Python compiles what it imports.
+    pip(["install", "--no-deps", "--no-compile", *again, *options, "-r", str(LOCKS / name)], num_packages)
 
 
 def install_project(force) -> None:
