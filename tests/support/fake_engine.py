@@ -263,3 +263,19 @@ async def default_behaviour(call: Call) -> None:
         await stream(DEFAULT_EVENTS)(call)
     else:
         await call.json(200, DEFAULT_ANSWER)
+
+
+def once_among(engines: list[FakeEngine], behaviour: Behaviour) -> list[FakeEngine]:
+    """The engine that is asked first behaves so, then all behave well. Returns a list that will name it."""
+    used: list[FakeEngine] = []
+
+    async def once(call: Call) -> None:
+        if used:
+            await default_behaviour(call)
+            return
+        used.append(call.engine)
+        await behaviour(call)
+
+    for engine in engines:
+        engine.script.append(once)
+    return used

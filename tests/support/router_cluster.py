@@ -75,9 +75,13 @@ class Cluster:
         self._loop.call_soon_threadsafe(lambda: done.set_result(function()))
         return done.result(5)
 
-    def start(self) -> None:
+    def start_unpaired(self) -> None:
+        """Start without waiting for anything."""
         self._thread.start()
         self.run(self._start())
+
+    def start(self) -> None:
+        self.start_unpaired()
         self.wait_for(lambda: self.health()["pairs"] == len(self.prefills) * len(self.decodes))
 
     async def _start(self) -> None:

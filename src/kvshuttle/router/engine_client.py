@@ -35,6 +35,7 @@ class EngineConnection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._parts: list[bytes] = []
         self._is_interim = self._is_whole = self._is_until_close = self._is_paused = False
+        self._is_reusable = False
         self.idle_since_s = 0.0
 
     def start(self, exchange: Exchange, request: bytes) -> None:
@@ -134,6 +135,8 @@ class EngineConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The answer is whole."""
         self._is_whole = not self._is_interim
+        # To be asked here and not later: the parser forgets it when it begins to look for the next answer.
+        self._is_reusable = self._parser.should_keep_alive()
 
     # --- private ---
 
@@ -142,7 +145,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_whole = False
         self._headers, self._num_head_bytes = [], 0
         self.resume()
-        if self._parser.should_keep_alive() and not self._is_until_close:
+        if self._is_reusable and not self._is_until_close:
             self._pool.give_back(self)
         else:
             self.close()

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshuttle.config import EngineRole, EngineSpec, RouterConfig
@@ -46,6 +46,7 @@ def test_a_request_is_understood():
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3 * len(POST)), max_size=10))
 def test_pipelined_requests_are_the_same_however_they_are_cut(cuts):
     data = POST * 3
@@ -186,6 +187,7 @@ def test_a_refusal_comes_after_the_requests_before_it_and_ends_parsing():
     assert [type(arrival) for arrival in arrivals] == [Request, Refusal]
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_input_raises(data):
     parser = RequestParser(CONFIG)

@@ -2,7 +2,7 @@ import itertools
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshuttle.router.sse import EventTail, StreamError, StreamHead, error_event
@@ -65,6 +65,7 @@ def test_a_head_without_end_is_passed_on():
 EVENTS = [b"data: {}\n\n", b": ping\n\n", b'data: {"text":"a\\nb"}\r\n\r\n', b"data: [DONE]\n\n", b"data: \xf0\x9f\n\n"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(0, 120), max_size=8), st.binary(max_size=3))
 def test_a_stream_passes_byte_for_byte_and_only_in_whole_events(events, cuts, end):
     whole = b"".join(events) + end.replace(b"\n", b"x")
