@@ -92,7 +92,10 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: PeerName) -> None:
-        """Forget a peer. Transfers to it that are still pending fail. Unknown peers are ignored."""
+        """Forget a peer. Unknown peers are ignored.
+
+        Transfers to it that are still pending fail at once, but may touch memory until ``release`` says otherwise.
+        """
         ...
 
     def post(

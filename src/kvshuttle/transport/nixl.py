@@ -1,25 +1,30 @@
 """The NIXL transport: the one file that names NIXL.
 
 NIXL is driven without its progress thread, which would burn a core per agent: bytes then move only inside
-``poll`` and ``take_notifications``, on *both* ends. Status strings become ``TransferStatus`` and NIXL's
-exceptions become ours here, at this edge.
+``post``, ``poll``, ``release`` and ``take_notifications``, on *both* ends. Status strings become ``TransferStatus``
+and NIXL's exceptions become ours here, at this edge.
 
-NIXL's own cancel is never used. On UCX it gives the handle back while the peer may still answer the
-read, so bytes could land in memory that somebody else owns by then. A pending transfer ends in one of
-three ways only: it completes, it fails, or ``remove_peer`` tears the connection down under it.
+What was found about ending a transfer early, on UCX 1.5.1 with a peer stopped in the middle of a read over TCP:
+releasing the pending handle succeeds, and so does removing the peer (its transfers then report NOT_FOUND). In both
+cases the rest of the bytes still landed in our memory once the peer went on. So neither is used to
+end a transfer. One that NIXL calls pending is followed until NIXL says that it ended, whatever its owner was told;
+only then is its handle released and its peer really removed. The last resort is ``close``: it destroys the
+connections, after which nothing lands.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvshuttle import clock
 from kvshuttle.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferFailed, TransportError
-from kvshuttle.transport import Operation, PeerName, TransferStatus
+from kvshuttle.transport import Operation, PeerName, Transfer, TransferStatus
+from kvshuttle.transport.spans import check_pairs, check_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -30,13 +35,23 @@ _MODULES = ("nixl_cu12._api", "nixl._api")
 _STATUS = {"DONE": TransferStatus.DONE, "PROC": TransferStatus.PENDING}
 """Everything else NIXL may say, "ERR" included, is a failure."""
 
-_ENVIRONMENT: Mapping[str, str] = {}
+_LOST = "nixlNotFoundError"
+"""What NIXL raises for a transfer whose peer was removed or loaded anew: it may well be alive."""
+
+_ENVIRONMENT = {
+    # A peer whose host or network vanishes is found by TCP alone, and with the kernel's defaults that takes more than
+    # 150 s (measured by cutting the link). With this it took 9 to 10 s: during a read, before it, and while connecting.
+    # A killed process is noticed in milliseconds anyway. The price: an end that reads nothing for 10 s in the middle of
+    # a transfer loses its connection.
+    "UCX_TCP_USER_TIMEOUT": "10s",
+}
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
     """Set the UCX defaults that failure detection needs, where the operator has not set them.
 
-    Call it before anything in the process imports NIXL: UCX reads its environment once.
+    Call it before the first ``NixlTransport`` of the process: UCX reads its environment once. An operator who sets
+    ``UCX_TLS`` has to leave a transport with peer failure handling in it, e.g. ``tcp``, or agents do not start.
     """
     for key, value in _ENVIRONMENT.items():
         environ.setdefault(key, value)
@@ -45,13 +60,16 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
 class NixlTransfer:
     """One posted NIXL transfer and what it cost.
 
-    ``post_s``: seconds spent posting. ``posted_at_s``: instant just before. ``wire_s``: seconds from then until
-    a final status was seen, or None while pending. ``error``: why it failed, or "".
+    ``post_s``: seconds spent in ``post``; UCX copies within a host right there, so it may be the whole transfer.
+    ``posted_at_s``: instant just before. ``wire_s``: seconds from then until a final status was seen, or None while
+    pending. ``error``: why it failed, or "". ``is_ended``: NIXL has said that it does not touch memory any more.
     """
 
     __slots__ = (
-        "_handle",
         "error",
+        "handle",
+        "is_ended",
+        "is_lost",
         "num_bytes",
         "num_descriptors",
         "operation",
@@ -63,7 +81,7 @@ class NixlTransfer:
     )
 
     def __init__(self, operation: Operation, peer: PeerName, handle: Any, num_descriptors: int, num_bytes: int) -> None:
-        self._handle = handle
+        self.handle = handle
         self.operation = operation
         self.peer = peer
         self.num_descriptors = num_descriptors
@@ -73,12 +91,28 @@ class NixlTransfer:
         self.wire_s: float | None = None
         self.status = TransferStatus.PENDING
         self.error = ""
+        self.is_ended = False
+        self.is_lost = False
 
     def __repr__(self) -> str:
         return (
             f"<NixlTransfer {self.operation.value} {self.peer} descriptors={self.num_descriptors}"
-            f" bytes={self.num_bytes} {self.status.value}>"
+            f" bytes={self.num_bytes} {self.status.value}{'' if self.is_ended else ' unended'}"
+            f"{f' error={self.error!r}' if self.error else ''}>"
         )
+
+    def finish(self, status: TransferStatus, now_s: float, error: str = "") -> None:
+        """Take on a final status, unless there is one already."""
+        if self.status is TransferStatus.PENDING:
+            self.status = status
+            self.error = error
+            self.wire_s = now_s - self.posted_at_s
+
+
+@dataclass(slots=True)
+class _Peer:
+    metadata: bytes
+    is_removed: bool = False
 
 
 class NixlTransport:
@@ -103,14 +137,14 @@ class NixlTransport:
         self._now_s = now_s
         self._agent: Any = _create_agent(name, has_progress_thread=has_progress_thread, num_threads=num_threads)
         self._registrations: list[Any] = []
-        self._peers: set[PeerName] = set()
-        self._pending: dict[int, NixlTransfer] = {}
+        self._peers: dict[PeerName, _Peer] = {}
+        self._unreleased: dict[int, NixlTransfer] = {}
         _create_backends(self._agent, backends, backend_params or {}, num_threads)
 
     def __repr__(self) -> str:
         if self._agent is None:
             return f"<NixlTransport {self._name} closed>"
-        return f"<NixlTransport {self._name} peers={len(self._peers)} unreleased={len(self._pending)}>"
+        return f"<NixlTransport {self._name} peers={len(self._peers)} unreleased={len(self._unreleased)}>"
 
     @property
     def name(self) -> str:
@@ -119,7 +153,7 @@ class NixlTransport:
 
     def register(self, spans: NDArray[np.int64], *, device: str, device_id: int) -> None:
         """Make memory usable by transfers. Raises ``TransportError`` when the backend refuses it."""
-        _check_spans(spans)
+        check_spans(spans)
         agent = self._open_agent()
         try:
             self._registrations.append(agent.register_memory(_descriptors(spans, device_id), device))
@@ -135,26 +169,35 @@ class NixlTransport:
             raise TransportError(f"agent metadata: {_text(error)}") from error
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """Make a peer's registered memory addressable. Adding the same agent twice is harmless."""
+        """Make a peer's registered memory addressable. Adding the same agent twice is harmless.
+
+        Raises ``TransportError`` when NIXL cannot read the metadata.
+        """
         agent = self._open_agent()
+        for name, known in self._peers.items():
+            if known.metadata == metadata:
+                # Loading it again would make NIXL lose sight of transfers under way.
+                known.is_removed = False
+                return name
         try:
-            name = agent.add_remote_agent(metadata)
+            loaded = agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransportError(f"peer metadata of {len(metadata)} bytes: {_text(error)}") from error
-        peer = PeerName(name.decode() if isinstance(name, bytes) else str(name))
-        self._peers.add(peer)
+        peer = PeerName(loaded.decode() if isinstance(loaded, bytes) else str(loaded))
+        self._peers[peer] = _Peer(metadata)
         return peer
 
     def remove_peer(self, peer: PeerName) -> None:
-        """Forget a peer and tear its connection down, so that pending transfers to it fail."""
-        agent = self._open_agent()
-        if peer not in self._peers:
+        """Forget a peer. Transfers to it that are pending fail, but ``release`` keeps them until they have ended."""
+        self._open_agent()
+        known = self._peers.get(peer)
+        if known is None:
             return
-        self._peers.discard(peer)
-        try:
-            agent.remove_remote_agent(peer)
-        except Exception as error:
-            raise TransportError(f"removing peer {peer}: {_text(error)}") from error
+        known.is_removed = True
+        for transfer in self._unreleased.values():
+            if transfer.peer == peer:
+                transfer.finish(TransferStatus.FAILED, self._now_s(), "the peer was removed")
+        self._drop_if_unused(peer)
 
     def post(
         self,
@@ -171,8 +214,7 @@ class NixlTransport:
         """Start a transfer. Raises ``PeerUnreachable`` for an unknown peer, ``TransferFailed`` when NIXL refuses."""
         agent = self._open_agent()
         num_bytes = check_pairs(local, remote)
-        if peer not in self._peers:
-            raise PeerUnreachable(f"peer {peer} was never added, or is removed")
+        self._require(peer)
         started_at_s = self._now_s()
         try:
             handle = agent.initialize_xfer(
@@ -188,37 +230,45 @@ class NixlTransport:
             ) from error
         transfer = NixlTransfer(operation, peer, handle, len(local), num_bytes)
         transfer.posted_at_s = started_at_s
-        self._pending[id(transfer)] = transfer
-        self._settle(transfer, lambda: agent.transfer(handle, notification))
+        self._unreleased[id(transfer)] = transfer
+        self._advance(transfer, lambda: agent.transfer(handle, notification))
         transfer.post_s = self._now_s() - started_at_s
         return transfer
 
-    def poll(self, transfer: NixlTransfer) -> TransferStatus:
+    def poll(self, transfer: Transfer) -> TransferStatus:
         """Make progress and say how a transfer stands. A final status stays final."""
+        assert isinstance(transfer, NixlTransfer), transfer
         if transfer.status is TransferStatus.PENDING:
             agent = self._open_agent()
-            self._settle(transfer, lambda: agent.check_xfer_state(transfer._handle))  # noqa: SLF001
+            self._advance(transfer, lambda: agent.check_xfer_state(transfer.handle))
         return transfer.status
 
-    def release(self, transfer: NixlTransfer) -> bool:
-        """Give a transfer's resources back; False while it may still touch memory, or NIXL keeps the handle."""
-        if id(transfer) not in self._pending:
+    def release(self, transfer: Transfer) -> bool:
+        """Give a transfer's resources back; False while it may still touch memory, or NIXL keeps the handle.
+
+        A failed transfer may stay so for as long as its peer is stopped but alive.
+        """
+        assert isinstance(transfer, NixlTransfer), transfer
+        if id(transfer) not in self._unreleased:
             return True
-        if self.poll(transfer) is TransferStatus.PENDING:
+        agent = self._open_agent()
+        if not transfer.is_ended:
+            self._advance(transfer, lambda: agent.check_xfer_state(transfer.handle))
+        if not transfer.is_ended:
             return False
         try:
-            transfer._handle.release()  # noqa: SLF001
-        except Exception as error:  # noqa: BLE001
+            transfer.handle.release()
+        except Exception as error:  # noqa: BLE001 - the handle stays ours, and is tried again at the next call
             transfer.error = transfer.error or f"release: {_text(error)}"
             return False
-        del self._pending[id(transfer)]
+        del self._unreleased[id(transfer)]
+        self._drop_if_unused(transfer.peer)
         return True
 
     def notify(self, peer: PeerName, notification: bytes) -> None:
         """Send a small message to a peer, at most once."""
         agent = self._open_agent()
-        if peer not in self._peers:
-            raise PeerUnreachable(f"peer {peer} was never added, or is removed")
+        self._require(peer)
         try:
             agent.send_notif(peer, notification)
         except Exception as error:
@@ -234,52 +284,60 @@ class NixlTransport:
         return [(str(sender), bytes(message)) for sender, messages in by_sender.items() for message in messages]
 
     def close(self) -> None:
-        """Deregister and forget everything. Pending transfers fail first, with their connections. Idempotent."""
-        if self._agent is None:
+        """Destroy the agent and its connections; pending transfers fail, and nothing lands any more. Idempotent."""
+        agent, self._agent = self._agent, None
+        if agent is None:
             return
-        for peer in tuple(self._peers):
-            with contextlib.suppress(TransportError):
-                self.remove_peer(peer)
-        for transfer in tuple(self._pending.values()):
-            self.release(transfer)
-        for registration in self._registrations:
-            # A backend that lost its device cannot deregister; the process is about to let go of it anyway.
+        for transfer in self._unreleased.values():
+            transfer.finish(TransferStatus.FAILED, self._now_s(), "the transport was closed")
+            transfer.is_ended = True
             with contextlib.suppress(Exception):
-                self._agent.deregister_memory(registration)
+                transfer.handle.release()
+            # Each handle keeps the agent alive, and the connections die with the agent.
+            transfer.handle = None
+        for registration in self._registrations:
+            # What a broken device cannot deregister goes with the process.
+            with contextlib.suppress(Exception):
+                agent.deregister_memory(registration)
+        self._unreleased.clear()
         self._registrations.clear()
-        self._pending.clear()
-        self._agent = None
+        self._peers.clear()
 
-    def _settle(self, transfer: NixlTransfer, ask: Callable[[], str]) -> None:
+    def _advance(self, transfer: NixlTransfer, ask: Callable[[], str]) -> None:
+        if transfer.is_lost:
+            return
         try:
-            status = _STATUS.get(ask(), TransferStatus.FAILED)
+            answer = ask()
         except Exception as error:  # noqa: BLE001 - NIXL reports a failed transfer by raising
-            status = TransferStatus.FAILED
-            transfer.error = _text(error)
-        transfer.status = status
+            transfer.is_lost = type(error).__name__ == _LOST
+            transfer.is_ended = not transfer.is_lost
+            transfer.finish(TransferStatus.FAILED, self._now_s(), _text(error))
+            return
+        status = _STATUS.get(answer, TransferStatus.FAILED)
         if status is not TransferStatus.PENDING:
-            transfer.wire_s = self._now_s() - transfer.posted_at_s
+            transfer.is_ended = True
+            transfer.finish(status, self._now_s(), f"NIXL says {answer}" if status is TransferStatus.FAILED else "")
+
+    def _drop_if_unused(self, peer: PeerName) -> None:
+        known = self._peers.get(peer)
+        if known is None or not known.is_removed:
+            return
+        if any(transfer.peer == peer and not transfer.is_ended for transfer in self._unreleased.values()):
+            return
+        del self._peers[peer]
+        # It may have disconnected itself already.
+        with contextlib.suppress(Exception):
+            self._agent.remove_remote_agent(peer)
+
+    def _require(self, peer: PeerName) -> None:
+        known = self._peers.get(peer)
+        if known is None or known.is_removed:
+            raise PeerUnreachable(f"peer {peer} was never added, or is removed")
 
     def _open_agent(self) -> Any:
         if self._agent is None:
             raise LocalProtocolError(f"transport {self._name} is closed")
         return self._agent
-
-
-def check_pairs(local: NDArray[np.int64], remote: NDArray[np.int64]) -> int:
-    """Total bytes of a transfer; raises ``LocalProtocolError`` unless local[i] and remote[i] pair up."""
-    _check_spans(local)
-    _check_spans(remote)
-    if local.shape != remote.shape or not np.array_equal(local[:, 1], remote[:, 1]):
-        raise LocalProtocolError(f"local {local.shape} and remote {remote.shape} spans do not pair up by length")
-    return int(local[:, 1].sum())
-
-
-def _check_spans(spans: NDArray[np.int64]) -> None:
-    if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2 or not len(spans):
-        raise LocalProtocolError(f"spans are int64 (n >= 1, 2), not {spans.dtype} {spans.shape}")
-    if spans.min() <= 0:
-        raise LocalProtocolError("a span has a positive address and a positive length")
 
 
 def _descriptors(spans: NDArray[np.int64], device_id: int) -> NDArray[np.uint64]:
