@@ -9,6 +9,7 @@ import argparse
 import ast
 import inspect
 import json
+import logging
 import os
 import shlex
 import sys
@@ -232,6 +233,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _router(args: argparse.Namespace) -> int:
     from kvshuttle.router.main import run_router
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return run_router(router_config_from(args), secret=secret_from(os.environ))
 
 
