@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshuttle.handoff import DecodeLeg, Mode, Peer, PrefillLeg, PrefillResult, parse_leg, parse_result, to_params
+
+PEER = Peer(address="10.0.0.1:14579", engine_id="prefill-1", incarnation="inc-1")
+DECODE = {
+    "leg": "decode",
+    "transfer_id": "xfer-1",
+    "source": {"address": "10.0.0.1:14579", "engine_id": "prefill-1", "incarnation": "inc-1"},
+    "mode": "pull",
+}
+
+
+@pytest.mark.parametrize("leg", [PrefillLeg("xfer-1"), DecodeLeg("xfer-1", PEER), DecodeLeg("xfer-1", PEER, Mode.PULL)])
+def test_a_leg_survives_json(leg: PrefillLeg | DecodeLeg) -> None:
+    assert parse_leg(json.loads(json.dumps(to_params(leg)))) == leg
+
+
+def test_a_result_survives_json() -> None:
+    result = PrefillResult("xfer-1", num_tokens=300, lease_s=30.0)
+    assert parse_result(json.loads(json.dumps(to_params(result)))) == result
+
+
+def test_the_wire_form_is_what_other_routers_may_write() -> None:
+    assert to_params(DecodeLeg("xfer-1", PEER)) == {"kvshuttle": DECODE}
+    assert parse_leg({"kvshuttle": {"leg": "prefill", "transfer_id": "xfer-1"}}) == PrefillLeg("xfer-1", Mode.PULL)
+
+
+@pytest.mark.parametrize("params", [None, {}, [], "kvshuttle", 3, {"do_remote_prefill": True}])
+def test_params_without_our_key_are_not_ours(params: object) -> None:
+    assert parse_leg(params) is None
+    assert parse_result(params) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "named"),
+    [
+        (None, "object"),
+        ([], "object"),
+        ({}, "leg"),
+        ({"leg": "decode"}, "transfer_id"),
+        ({"leg": "sideways", "transfer_id": "x"}, "sideways"),
+        ({"leg": "prefill", "transfer_id": 7}, "transfer_id"),
+        ({"leg": "prefill", "transfer_id": ""}, "transfer_id"),
+        ({"leg": "prefill", "transfer_id": "x" * 129}, "transfer_id"),
+        ({"leg": "prefill", "transfer_id": "x", "mode": "teleport"}, "mode"),
+        ({"leg": "prefill", "transfer_id": "x", "extra": 1}, "extra"),
+        ({**DECODE, "source": None}, "source"),
+        ({**DECODE, "source": {**DECODE["source"], "port": 1}}, "port"),
+        ({**DECODE, "source": {"address": "a"}}, "engine_id"),
+        ({"leg": "prefilled", "transfer_id": "x", "num_tokens": 1, "lease_s": 1.0}, "prefilled"),
+    ],
+)
+def test_a_malformed_leg_is_refused_and_the_field_is_named(ours: object, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_leg({"kvshuttle": ours})
+
+
+@pytest.mark.parametrize("ours", [None, {}, {"leg": "prefill", "transfer_id": "x"}, {"leg": "prefilled"}])
+def test_a_malformed_result_holds_nothing(ours: object) -> None:
+    assert parse_result({"kvshuttle": ours}) is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(list(DECODE)), inner),
+    max_leaves=10,
+)
+
+
+@given(JSON | st.dictionaries(st.sampled_from(["kvshuttle", "leg"]), JSON))
+def test_any_json_parses_or_is_refused_with_a_value_error(params: object) -> None:
+    try:
+        parse_leg(params)
+    except ValueError as error:
+        assert "kv_transfer_params.kvshuttle" in str(error)
+    parse_result(params)
