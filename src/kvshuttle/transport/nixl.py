@@ -340,6 +340,12 @@ class NixlTransport:
         return self._agent
 
 
+def plugin_names() -> list[str]:
+    """Plugins that NIXL finds here; one that is found may still fail to start. Raises ``ConfigError`` without NIXL."""
+    agent = _create_agent("plugins", has_progress_thread=False, num_threads=0)
+    return sorted(agent.get_plugin_list())
+
+
 def _descriptors(spans: NDArray[np.int64], device_id: int) -> NDArray[np.uint64]:
     rows = np.empty((len(spans), 3), dtype=np.uint64)
     rows[:, :2] = spans
