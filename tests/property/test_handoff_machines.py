@@ -11,7 +11,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvshuttle.handoff import Offer
+from kvshuttle.handoff import Offer, State
 from kvshuttle.ids import Handle
 from support.handoff_values import BLOCK_SIZE_TOKENS, LIMITS
 from support.pair import Clock, HandoffPair, Request
@@ -42,6 +42,10 @@ class HandoffMachine(RuleBasedStateMachine):
     @property
     def asking(self) -> list[Request]:
         return [each for each in self.pair.requests if not each.is_over and not each.num_loads_admitted]
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [each for each in self.asking if each.fetch.state is State.LEASED]
 
     @property
     def reading(self) -> list[Request]:
@@ -148,6 +152,17 @@ class HandoffMachine(RuleBasedStateMachine):
         offer = request.fetch.offer(0)
         if is_admitted and offer.num_tokens:
             self.pair.admit(request, 0, offer)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=INDEX, num_arriving=st.integers(0, 2))
+    def a_waiting_request_renews(self, index: int, num_arriving: int) -> None:
+        """Some of what is on the link by then arrives, the oldest first."""
+        at_s = self.pick(self.waiting, index).fetch.next_deadline_at_s()
+        assert at_s is not None
+        self.pair.world_s = max(self.pair.world_s, self.pair.reader_clock.world(at_s) + 1e-6)
+        self.pair.tick()
+        for _ in range(min(num_arriving, len(self.pair.link))):
+            self.pair.deliver()
 
     @precondition(lambda self: self.asking)
     @rule(index=INDEX, num_local_blocks=st.sampled_from([0, 0, 1, 2]), delay_s=st.sampled_from([0.0, 0.0, 1.5, 28.5]))

