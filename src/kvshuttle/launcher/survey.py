@@ -59,7 +59,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class NetworkDevice:
-    """One entry of ``/sys/class/infiniband``. ``driver``: e.g. mlx5_core or efa. ``active_ports``: those that are up."""
+    """One entry of ``/sys/class/infiniband``. ``driver``: e.g. mlx5_core or efa. ``active_ports``: those up."""
 
     name: str
     driver: str
