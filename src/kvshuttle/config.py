@@ -159,11 +159,13 @@ class RouterConfig:
     """
 
     engines: tuple[EngineSpec, ...]
+    """The engines, from ``prefill`` and ``decode``."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = 8000
     """Port to bind, 0 for a free one."""
     prefill_failure_policy: PrefillFailurePolicy = PrefillFailurePolicy.RETRY_THEN_LOCAL
+    """What happens when no prefill engine could serve a request: ``retry_then_local`` or ``retry_then_fail``."""
     local_prefill_max_tokens: int = 32_768
     """Longest prompt (estimated) that a decode engine may be made to compute after failures; 0 for none."""
     disaggregate_from_tokens: int = 0
@@ -176,12 +178,15 @@ class RouterConfig:
     retry_pause_s: float = 0.05
     """Pause before the first retry, doubled for each further one."""
     connect_timeout_s: float = 2.0
+    """Longest time for a connection to an engine."""
     prefill_timeout_s: float = 300.0
+    """Prefill leg: longest wait for its whole answer."""
     first_byte_timeout_s: float = 300.0
     """Decode leg: longest wait for its first data event, or for a whole answer that is not streamed."""
     idle_timeout_s: float = 120.0
     """Longest gap between two reads of a decode stream."""
     total_timeout_s: float = 3600.0
+    """Longest time for a request altogether, retries included."""
     slow_client_timeout_s: float = 60.0
     """Longest time a client may leave a full buffer unread."""
     request_timeout_s: float = 60.0
@@ -191,7 +196,9 @@ class RouterConfig:
     drain_s: float = 30.0
     """Time given to running requests at shutdown."""
     max_header_bytes: int = 65_536
+    """Longest head of a client's request."""
     max_body_bytes: int = 64 * 1024 * 1024
+    """Longest body of a client's request."""
     max_response_bytes: int = 256 * 1024 * 1024
     """Longest answer that is not streamed; it is checked whole before the client sees any of it."""
     client_buffer_bytes: int = 262_144
@@ -203,7 +210,9 @@ class RouterConfig:
     engine_idle_s: float = 4.0
     """Idle engine connections are closed after this; below the 5 s after which vLLM closes them itself."""
     probe_interval_s: float = 1.0
+    """Pause between two looks at an engine."""
     probe_timeout_s: float = 3.0
+    """Longest wait for an answer to one look, on HTTP and on the side channel."""
     unhealthy_after: int = 3
     """Failed probes in a row before an engine counts as down; a refused connection counts at once."""
     quarantine_s: float = 2.0
@@ -293,13 +302,17 @@ class LauncherConfig:
     served_model_name: str = ""
     """What clients call the model; "" means the last part of ``model``."""
     num_prefill: int = 1
+    """Prefill engines to start."""
     num_decode: int = 1
+    """Decode engines to start."""
     host: str = "127.0.0.1"
     """Address of the router. Engines and side channels stay on loopback."""
     port: int = 8000
     """Port of the router, 0 for a free one."""
     device: Device = Device.AUTO
+    """What the engines compute on; ``auto`` takes GPUs when vLLM here can use them."""
     dtype: str = "auto"
+    """vLLM's ``--dtype`` for every engine."""
     kv_cache_gib: int = 2
     """KV cache of each engine on the CPU, in GiB for each tensor-parallel rank."""
     max_model_len: int = 0
@@ -307,8 +320,11 @@ class LauncherConfig:
     engine_args: tuple[str, ...] = ()
     """Further arguments for every engine."""
     prefill_args: tuple[str, ...] = ()
+    """Further arguments for prefill engines only."""
     decode_args: tuple[str, ...] = ()
+    """Further arguments for decode engines only."""
     router_args: tuple[str, ...] = ()
+    """Further arguments for ``kvshuttle router``."""
     connector_options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of ``ConnectorConfig`` for every engine."""
     startup_timeout_s: float = 600.0
