@@ -6,7 +6,7 @@ type checker: a transfer id handed over where an engine id is wanted is an error
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from typing import NewType
 
 EngineId = NewType("EngineId", str)
@@ -30,4 +30,4 @@ LeaseId = NewType("LeaseId", str)
 
 def mint(prefix: str) -> str:
     """A fresh random id, e.g. ``xfer-9f…``: 96 random bits, so collisions do not happen."""
-    return f"{prefix}-{uuid.uuid4().hex[:24]}"
+    return f"{prefix}-{secrets.token_hex(12)}"

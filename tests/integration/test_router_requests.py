@@ -269,6 +269,7 @@ def test_metrics_count_what_happened(one):
 def test_the_log_line_tells_the_decision_and_no_text(one, caplog):
     with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
         one.post(COMPLETIONS, {**BODY, "prompt": "a secret"}, {"x-request-id": "log-1"})
+        one.wait_for(lambda: any("log-1" in record.message for record in caplog.records))
     (line,) = [record.message for record in caplog.records if "log-1" in record.message]
     receipt = json.loads(line)
     assert (receipt["route"], receipt["prefill_engine"], receipt["decode_engine"]) == ("pair", "prefill-0", "decode-0")

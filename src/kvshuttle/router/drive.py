@@ -30,7 +30,7 @@ from kvshuttle.router.http_text import engine_request, for_client
 from kvshuttle.router.openai import InferenceRequest, decode_body, prefill_body, scrub_answer
 from kvshuttle.router.relay import StreamRelay
 from kvshuttle.router.sse import StreamError, StreamHead
-from kvshuttle.router.telemetry import Leg, Outcome, Receipt, Stage, Window
+from kvshuttle.router.telemetry import Leg, Outcome, Plain, Receipt, Stage, Window
 
 if TYPE_CHECKING:
     import random
@@ -187,7 +187,7 @@ class Drive:
                 self._give_up(status, "The decode engines failed to answer.")
             self._fall_back(RouteReason.PREFILL_FAILED, status)
             return
-        self._routing.telemetry.retried()
+        self._routing.telemetry.count(Plain.RETRIES)
         pause_s = self._config.retry_pause_s * 2 ** (self._num_attempts - 1)
         await asyncio.sleep(self._within_total(pause_s))
 
@@ -252,7 +252,7 @@ class Drive:
             return answer
         result = parse_result(_transfer_params(answer))
         if result is None or result.transfer_id != transfer_id:
-            self._routing.telemetry.not_held.inc()
+            self._routing.telemetry.count(Plain.PREFILL_NOT_HELD)
             self._release(is_again=False)
             return None
         self._receipt.num_held_tokens = result.num_tokens
@@ -355,7 +355,7 @@ class Drive:
             return
         engine, transfer_id = self._dispatched
         self._dispatched = None
-        self._routing.telemetry.releases.inc()
+        self._routing.telemetry.count(Plain.RELEASES)
         self._routing.prober.release(engine, transfer_id, is_again=is_again)
 
 

@@ -1,32 +1,60 @@
 """What the router tells its operator: metrics by reason and one log line for each request.
 
-Children of labelled metrics are made once, here: looking them up costs three times what counting does. Nothing in a
-metric or a log line comes from a prompt or an answer.
+Counting is plain integers: everything happens on one event loop, so the locks of ``prometheus_client``'s own counters
+would buy nothing, and its part is only to write them down. No metric or log line holds anything of a prompt
+or an answer.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from kvshuttle.policy import PlacementReason, Route, RouteReason
 from kvshuttle.router.exchange import FailureReason
 from kvshuttle.router.openai import Endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client import Metric
+
     from kvshuttle.router.registry import Engine, Registry
 
 logger = logging.getLogger("kvshuttle.router.requests")
 
 METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
+_PREFIX = "kvshuttle_router_"
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+Counts = dict[tuple[str, ...], int]
+
+
+class Plain(StrEnum):
+    """Counters without labels."""
+
+    RETRIES = "retries"
+    PREFILL_NOT_HELD = "prefill_not_held"
+    RELEASES = "releases"
+    RESPONSE_BYTES = "response_bytes"
+
+
+_PLAIN_TEXTS = {
+    Plain.RETRIES: "Dispatches after the first of a request",
+    Plain.PREFILL_NOT_HELD: "Prefill answers that hold nothing for a decode engine",
+    Plain.RELEASES: "Handles given back because nobody will fetch them",
+    Plain.RESPONSE_BYTES: "Bytes of answers to inference requests",
+}
 
 
 class Leg(StrEnum):
@@ -101,97 +129,116 @@ class Receipt:
 
 
 class Telemetry:
-    """All metrics of one router, in a registry of its own."""
+    """All metrics of one router. It belongs to the event loop, like everything that it counts."""
 
     def __init__(self, registry: Registry, *, is_logging_requests: bool) -> None:
         self._is_logging = is_logging_requests
+        self._registry = registry
+        self._requests = _zeros(Endpoint, Outcome)
+        self._decisions = _zeros(Route, RouteReason)
+        self._placements = _zeros(Leg, PlacementReason)
+        self._failures = _zeros(Leg, FailureReason)
+        self._disconnects = _zeros(Window)
+        self._refused: Counts = {}
+        self._plain = dict.fromkeys(Plain, 0)
+        self._stages = {stage: Durations() for stage in Stage}
         self._collectors = CollectorRegistry()
-        self._requests = self._counter(
-            "requests", "Requests by endpoint and outcome", endpoint=Endpoint, outcome=Outcome
-        )
-        self._decisions = self._counter("decisions", "Requests by way and reason", route=Route, reason=RouteReason)
-        self._placements = self._counter("placements", "Engine choices by reason", leg=Leg, reason=PlacementReason)
-        self._failures = self._counter("leg_failures", "Failed legs by reason", leg=Leg, reason=FailureReason)
-        self._disconnects = self._counter("client_disconnects", "Clients that left, by where", window=Window)
-        self._stages = {stage: child for (stage,), child in self._histograms().items()}
-        self._retries = self._bare("retries", "Dispatches after the first of a request")
-        self.not_held = self._bare("prefill_not_held", "Prefill answers that hold nothing for a decode engine")
-        self.releases = self._bare("releases", "Handles given back because nobody will fetch them")
-        self._bytes = self._bare("response_bytes", "Bytes of answers sent to clients")
-        self._refused = Counter(
-            "refused", "Requests refused before they were read", ["status"],
-            namespace="kvshuttle_router", registry=self._collectors,
-        )  # fmt: skip
-        self._watch(registry)
+        self._collectors.register(self)
 
     def finish(self, receipt: Receipt) -> None:
         """Count and log a request that is over."""
-        self._requests[receipt.endpoint, receipt.outcome].inc()
-        self._decisions[receipt.route, receipt.reason].inc()
+        self._requests[receipt.endpoint, receipt.outcome] += 1
+        self._decisions[receipt.route, receipt.reason] += 1
         if receipt.outcome is Outcome.DISCONNECTED:
-            self._disconnects[(receipt.window,)].inc()
+            self._disconnects[(receipt.window,)] += 1
         for stage, duration_s in receipt.stages_s.items():
-            self._stages[stage].observe(duration_s)
-        self._bytes.inc(receipt.num_bytes)
+            self._stages[stage].add(duration_s)
+        self._plain[Plain.RESPONSE_BYTES] += receipt.num_bytes
         if self._is_logging and logger.isEnabledFor(logging.INFO):
             logger.info(orjson.dumps(receipt.line()).decode())
 
     def placed(self, leg: Leg, reason: PlacementReason) -> None:
         """An engine was chosen, or none could be."""
-        self._placements[leg, reason].inc()
+        self._placements[leg, reason] += 1
 
     def failed(self, leg: Leg, reason: FailureReason) -> None:
         """A leg failed."""
-        self._failures[leg, reason].inc()
+        self._failures[leg, reason] += 1
 
-    def retried(self) -> None:
-        """A request is dispatched again."""
-        self._retries.inc()
+    def count(self, what: Plain) -> None:
+        """One more of something that has no labels."""
+        self._plain[what] += 1
 
     def refused(self, status: int) -> None:
         """Something was refused before it became a request."""
-        self._refused.labels(str(status)).inc()
+        self._refused[(str(status),)] = self._refused.get((str(status),), 0) + 1
 
     def exposition(self) -> bytes:
         """All metrics as Prometheus reads them."""
         return generate_latest(self._collectors)
 
-    def _counter(self, name: str, text: str, **labels: type[StrEnum]) -> dict[tuple[StrEnum, ...], Counter]:
-        counter = Counter(name, text, list(labels), namespace="kvshuttle_router", registry=self._collectors)
-        combinations: list[tuple[StrEnum, ...]] = [()]
-        for kind in labels.values():
-            combinations = [(*head, value) for head in combinations for value in kind]
-        return {values: counter.labels(*(_label(value) for value in values)) for values in combinations}
+    def collect(self) -> Iterator[Metric]:
+        """For ``prometheus_client``: everything as it is now."""
+        yield _counter("requests", "Requests by endpoint and outcome", ["endpoint", "outcome"], self._requests)
+        yield _counter("decisions", "Requests by way and reason", ["route", "reason"], self._decisions)
+        yield _counter("placements", "Engine choices by reason", ["leg", "reason"], self._placements)
+        yield _counter("leg_failures", "Failed legs by reason", ["leg", "reason"], self._failures)
+        yield _counter("client_disconnects", "Clients that left, by where", ["window"], self._disconnects)
+        yield _counter("refused", "Refused before they became requests", ["status"], self._refused)
+        for what, value in self._plain.items():
+            yield CounterMetricFamily(_PREFIX + what, _PLAIN_TEXTS[what], value=value)
+        stages = HistogramMetricFamily(_PREFIX + "stage_seconds", "Time by part of a request", labels=["stage"])
+        for stage, durations in self._stages.items():
+            stages.add_metric([stage.value], durations.buckets(), durations.sum_s)
+        yield stages
+        yield from self._engine_gauges()
 
-    def _bare(self, name: str, text: str) -> Counter:
-        return Counter(name, text, namespace="kvshuttle_router", registry=self._collectors)
-
-    def _histograms(self) -> dict[tuple[Stage, ...], Histogram]:
-        histogram = Histogram(
-            "stage_seconds", "Time by part of a request", ["stage"],
-            buckets=_BUCKETS_S, namespace="kvshuttle_router", registry=self._collectors,
-        )  # fmt: skip
-        return {(stage,): histogram.labels(stage.value) for stage in Stage}
-
-    def _watch(self, registry: Registry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ["engine"], namespace="kvshuttle_router", registry=self._collectors)
-
-        requests, tokens = gauge("outstanding_requests", "Sent, unanswered"), gauge("outstanding_tokens", "Estimated")
-        up, pairs = (
-            gauge("engine_up", "1 when its HTTP server answers"),
-            gauge("engine_pairs", "Engines it can pair with"),
-        )
-        for engine in registry.engines.values():
-            requests.labels(engine.name).set_function(partial(getattr, engine, "outstanding_requests"))
-            tokens.labels(engine.name).set_function(partial(getattr, engine, "outstanding_tokens"))
-            up.labels(engine.name).set_function(partial(getattr, engine, "is_up"))
-            pairs.labels(engine.name).set_function(partial(_num_peers, engine))
+    def _engine_gauges(self) -> Iterator[Metric]:
+        engines = self._registry.engines.values()
+        values: dict[str, tuple[str, Callable[[Engine], float]]] = {
+            "outstanding_requests": ("Sent and unanswered", lambda engine: engine.outstanding_requests),
+            "outstanding_tokens": ("Estimated prompt tokens of them", lambda engine: engine.outstanding_tokens),
+            "engine_up": ("1 when its HTTP server answers", lambda engine: engine.is_up),
+            "engine_pairs": ("Engines that it can pair with now", lambda engine: len(engine.peers)),
+        }
+        for name, (text, value) in values.items():
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["engine"])
+            for engine in engines:
+                gauge.add_metric([engine.name], float(value(engine)))
+            yield gauge
 
 
-def _num_peers(engine: Engine) -> float:
-    return len(engine.peers)
+class Durations:
+    """A histogram of seconds."""
+
+    __slots__ = ("_counts", "sum_s")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, duration_s: float) -> None:
+        """One more."""
+        self._counts[bisect_left(_BUCKETS_S, duration_s)] += 1
+        self.sum_s += duration_s
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and cumulative count of each bucket."""
+        bounds = [*(str(bound) for bound in _BUCKETS_S), "+Inf"]
+        return list(zip(bounds, accumulate(self._counts), strict=True))
 
 
-def _label(value: StrEnum) -> str:
-    return value.name.lower() if isinstance(value, Endpoint) else value.value
+def _zeros(*kinds: type[StrEnum]) -> Counts:
+    """A count of zero for every combination, so that a rate is known from the first scrape on."""
+    return dict.fromkeys(product(*kinds), 0)
+
+
+def _counter(name: str, text: str, labels: list[str], counts: Counts) -> CounterMetricFamily:
+    family = CounterMetricFamily(_PREFIX + name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric([_label(value) for value in values], count)
+    return family
+
+
+def _label(value: str) -> str:
+    return value.name.lower() if isinstance(value, Endpoint) else str(value)
