@@ -6,15 +6,17 @@ key is an error, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvshuttle.errors import ConfigError
 
-SECRET_VARIABLE = "KVSHUTTLE_SECRET"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SECRET_VARIABLE = "KVSHUTTLE_SECRET"  # noqa: S105 - its name, not its value
 _SECRET_MIN_LEN_BYTES = 16
 
 
@@ -39,7 +41,8 @@ class ConnectorConfig:
     """Knobs of ``kv_connector_extra_config``; ``from_extra_config`` refuses unknown keys and bad values.
 
     Defaults: the lease of 30 s is vLLM's own (``kv_lease_duration``). An acquire takes about a millisecond, so 2 s
-    means that the holder is gone. Reading 32k tokens of a 70B model moves some 10 GB, about a second on one 100 Gb/s link.
+    means that the holder is gone. Reading 32k tokens of a 70B model moves some 10 GB, about a second on a link of
+    100 Gb/s.
     """
 
     side_channel_host: str = "127.0.0.1"
