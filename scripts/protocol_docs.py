@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from kvshuttle.handoff import fetch, fetch_protocol, ledger, messages, params, reader_lease
+from kvshuttle.handoff import fetch, fetch_protocol, fetch_states, ledger, messages, params, reader_lease
+
+if TYPE_CHECKING:
+    from enum import StrEnum
 
 PATH = Path(__file__).parent.parent / "docs" / "protocol.md"
 
@@ -25,6 +27,7 @@ REPLIES: dict[type, str] = {
     messages.Release: "Released",
     messages.Status: "StatusReport",
 }
+PARAMS_TYPES = (params.PrefillLeg, params.DecodeLeg, params.Peer, params.PrefillResult)
 FACT_TYPES = get_args(fetch_protocol.Fact)
 ACTION_TYPES = get_args(fetch_protocol.Action)
 
@@ -69,13 +72,15 @@ def document() -> str:
         _enum_table(messages.DenyReason),
         "### What the router tells an engine\n",
         f"Under the key `{params.KEY}` of `kv_transfer_params`.\n",
-        _table(["Object", "Meaning", "Fields"], [_params_row(each) for each in _PARAMS]),
+        _table(["Object", "Meaning", "Fields"], [_params_row(each) for each in PARAMS_TYPES]),
         "## The reader's machine\n",
         "### States\n",
-        _enum_table(fetch_protocol.State),
+        _enum_table(fetch_states.State),
         "### Moves\n",
         "A repeated fact changes nothing. What is not in this table is a bug of the driver and is refused.\n",
         _table(["In state", "when", "goes to"], _transition_rows()),
+        "### What moves it\n",
+        _enum_table(fetch_states.Trigger),
         "```mermaid\n" + _diagram() + "```\n",
         "### Facts\n",
         _table(["Fact", "Meaning"], [[f"`{each.__name__}`", _summary(each)] for each in FACT_TYPES]),
@@ -89,14 +94,11 @@ def document() -> str:
         _table(["Timer", "Side", "Length", "When it ends"], _timer_rows()),
         "## Invariants\n",
         "Of the holder:\n",
-        _paragraph(ledger, "Fencing") + "\n",
+        _paragraph(ledger, "Fencing"),
         "Of the reader:\n",
         _numbered(fetch),
     ]
     return "\n".join(sections)
-
-
-_PARAMS = [params.PrefillLeg, params.DecodeLeg, params.Peer, params.PrefillResult]
 
 
 def _message_row(message: type) -> list[str]:
@@ -118,7 +120,7 @@ def _fields(struct: type) -> str:
 
 def _transition_rows() -> list[list[str]]:
     rows: dict[tuple[str, str], list[str]] = {}
-    for (state, trigger), target in fetch_protocol.TRANSITIONS.items():
+    for (state, trigger), target in fetch_states.TRANSITIONS.items():
         rows.setdefault((state.upper(), target.upper()), []).append(str(trigger))
     return [[state, ", ".join(triggers), target] for (state, target), triggers in rows.items()]
 
@@ -139,12 +141,12 @@ def _timer_rows() -> list[list[str]]:
             "renewal",
             "reader",
             f"1/{renewals} of the lease",
-            "a renew is sent; {} may be lost in a row".format(renewals - 1),
+            f"a renew is sent; {renewals - 1} may be lost in a row",
         ],
         [
             "last submit",
             "reader",
-            "lease − `submit_margin_s`",
+            "lease less `submit_margin_s`",
             "before a read: `lease_lost`; no read starts from here on",
         ],
         ["read", "reader", "`read_timeout_s`, at most until the last submit", "the workers report the read as failed"],
@@ -154,7 +156,7 @@ def _timer_rows() -> list[list[str]]:
             "lease",
             "holder",
             f"what the reader wants, at most {ledger.MAX_LEASE_S:g} s",
-            "the lease is gone; renewals get −1",
+            "the lease is gone; renewals get a negative number",
         ],
         ["holding", "holder", "as granted, and never before a lease on it", "the blocks are let go"],
     ]

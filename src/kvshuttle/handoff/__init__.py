@@ -17,7 +17,6 @@ from kvshuttle.handoff.block_plan import (
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import (
     PENDING,
-    TRANSITIONS,
     AcquireAnswered,
     Action,
     Fact,
@@ -35,9 +34,8 @@ from kvshuttle.handoff.fetch_protocol import (
     SendRelease,
     SendRenew,
     StartRead,
-    State,
-    Trigger,
 )
+from kvshuttle.handoff.fetch_states import TRANSITIONS, State, Trigger
 from kvshuttle.handoff.holdings import LedgerCounters
 from kvshuttle.handoff.ledger import MAX_LEASE_S, LeaseLedger
 from kvshuttle.handoff.messages import (

@@ -37,7 +37,6 @@ from kvshuttle.handoff.block_plan import ReadReason, span_to_read
 from kvshuttle.handoff.checks import check_grant
 from kvshuttle.handoff.fetch_protocol import (
     PENDING,
-    TRANSITIONS,
     AcquireAnswered,
     Action,
     Fact,
@@ -54,9 +53,8 @@ from kvshuttle.handoff.fetch_protocol import (
     SendAcquire,
     SendRelease,
     StartRead,
-    State,
-    Trigger,
 )
+from kvshuttle.handoff.fetch_states import TRANSITIONS, State, Trigger
 from kvshuttle.handoff.messages import Acquire, Acquired, Denied, Fingerprint, Release
 from kvshuttle.handoff.reader_lease import ReaderLease
 

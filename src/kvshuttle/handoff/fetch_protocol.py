@@ -1,8 +1,4 @@
-"""The vocabulary of a fetch: facts it is told, actions it asks for, how it ends, and the table of its states.
-
-``TRANSITIONS`` is the protocol: the machine in ``fetch.py`` moves by it and nothing else, and
-``docs/protocol.md`` is written from it.
-"""
+"""The vocabulary of a fetch: facts it is told, actions it asks for, limits, offers, and how it ends."""
 
 from __future__ import annotations
 
@@ -18,128 +14,43 @@ if TYPE_CHECKING:
     from kvshuttle.handoff.messages import Acquire, Acquired, Denied, Release, Renew, Renewed
 
 
-class State(StrEnum):
-    """Where a fetch stands."""
-
-    NEW = "new"
-    """Nothing sent yet."""
-    ACQUIRING = "acquiring"
-    """The acquire is on its way; the request waits."""
-    LEASED = "leased"
-    """The peer keeps the blocks; the engine has not admitted the load yet. Renewing."""
-    READING = "reading"
-    """The workers read. Renewing."""
-    ABANDONED = "abandoned"
-    """Not needed any more while the acquire is on its way: a lease it brings is given back."""
-    DRAINING = "draining"
-    """The request ended while the workers read: their end is awaited, then the lease is given back."""
-    ENDED = "ended"
-    """Nothing is held, lent or in flight; ``outcome`` says why. A lease that still turns up is given back."""
-
-
-class Trigger(StrEnum):
-    """What moves a fetch: a fact after inspection, or the clock."""
-
-    START = "start"
-    GRANTED = "granted"
-    """Outside ACQUIRING and ABANDONED: late or doubled. A lease that is not the own one is given back."""
-    DENIED = "denied"
-    BAD_ANSWER = "bad_answer"
-    PEER_FAILED = "peer_failed"
-    """Outside ACQUIRING and ABANDONED: a renew got no answer; the next one is due before the lease ends."""
-    ACQUIRE_TIMED_OUT = "acquire_timed_out"
-    WAITED_TOO_LONG = "waited_too_long"
-    RENEWED = "renewed"
-    """A renew was answered. An answer to an older renew, or one that makes no sense, extends nothing."""
-    LEASE_LOST = "lease_lost"
-    LOAD_ADMITTED = "load_admitted"
-    LOAD_TOO_LATE = "load_too_late"
-    """The engine took an offer that a lost lease has made void."""
-    LOAD_FAILED = "load_failed"
-    """The driver confirms a ``FailLoad``."""
-    NOTHING_TO_READ = "nothing_to_read"
-    READ_ENDED = "read_ended"
-    REQUEST_ENDED = "request_ended"
-
-
-_S, _T = State, Trigger
-
-TRANSITIONS: dict[tuple[State, Trigger], State] = {
-    (_S.NEW, _T.START): _S.ACQUIRING,
-    (_S.NEW, _T.NOTHING_TO_READ): _S.ENDED,
-    (_S.NEW, _T.REQUEST_ENDED): _S.ENDED,
-    (_S.ACQUIRING, _T.GRANTED): _S.LEASED,
-    (_S.ACQUIRING, _T.DENIED): _S.ENDED,
-    (_S.ACQUIRING, _T.BAD_ANSWER): _S.ENDED,
-    (_S.ACQUIRING, _T.PEER_FAILED): _S.ENDED,
-    (_S.ACQUIRING, _T.ACQUIRE_TIMED_OUT): _S.ENDED,
-    (_S.ACQUIRING, _T.NOTHING_TO_READ): _S.ABANDONED,
-    (_S.ACQUIRING, _T.REQUEST_ENDED): _S.ABANDONED,
-    (_S.LEASED, _T.GRANTED): _S.LEASED,
-    (_S.LEASED, _T.DENIED): _S.LEASED,
-    (_S.LEASED, _T.RENEWED): _S.LEASED,
-    (_S.LEASED, _T.PEER_FAILED): _S.LEASED,
-    (_S.LEASED, _T.LEASE_LOST): _S.ENDED,
-    (_S.LEASED, _T.WAITED_TOO_LONG): _S.ENDED,
-    (_S.LEASED, _T.LOAD_ADMITTED): _S.READING,
-    (_S.LEASED, _T.LOAD_TOO_LATE): _S.ENDED,
-    (_S.LEASED, _T.NOTHING_TO_READ): _S.ENDED,
-    (_S.LEASED, _T.REQUEST_ENDED): _S.ENDED,
-    (_S.READING, _T.GRANTED): _S.READING,
-    (_S.READING, _T.DENIED): _S.READING,
-    (_S.READING, _T.RENEWED): _S.READING,
-    (_S.READING, _T.PEER_FAILED): _S.READING,
-    (_S.READING, _T.LEASE_LOST): _S.READING,
-    (_S.READING, _T.READ_ENDED): _S.ENDED,
-    (_S.READING, _T.REQUEST_ENDED): _S.DRAINING,
-    (_S.ABANDONED, _T.GRANTED): _S.ENDED,
-    (_S.ABANDONED, _T.DENIED): _S.ENDED,
-    (_S.ABANDONED, _T.BAD_ANSWER): _S.ENDED,
-    (_S.ABANDONED, _T.PEER_FAILED): _S.ENDED,
-    (_S.ABANDONED, _T.ACQUIRE_TIMED_OUT): _S.ENDED,
-    (_S.ABANDONED, _T.NOTHING_TO_READ): _S.ABANDONED,
-    (_S.ABANDONED, _T.REQUEST_ENDED): _S.ABANDONED,
-    (_S.DRAINING, _T.GRANTED): _S.DRAINING,
-    (_S.DRAINING, _T.DENIED): _S.DRAINING,
-    (_S.DRAINING, _T.RENEWED): _S.DRAINING,
-    (_S.DRAINING, _T.PEER_FAILED): _S.DRAINING,
-    (_S.DRAINING, _T.READ_ENDED): _S.ENDED,
-    (_S.DRAINING, _T.REQUEST_ENDED): _S.DRAINING,
-    (_S.ENDED, _T.GRANTED): _S.ENDED,
-    (_S.ENDED, _T.DENIED): _S.ENDED,
-    (_S.ENDED, _T.RENEWED): _S.ENDED,
-    (_S.ENDED, _T.PEER_FAILED): _S.ENDED,
-    (_S.ENDED, _T.LOAD_TOO_LATE): _S.ENDED,
-    (_S.ENDED, _T.LOAD_FAILED): _S.ENDED,
-    (_S.ENDED, _T.NOTHING_TO_READ): _S.ENDED,
-    (_S.ENDED, _T.REQUEST_ENDED): _S.ENDED,
-}
-"""Every allowed move. A repeated fact changes nothing; anything else raises ``LocalProtocolError``."""
-
-
 class Outcome(StrEnum):
     """How a fetch ended: the metric label. Only ``READ_OK`` means that the tokens are here."""
 
     READ_OK = "read_ok"
+    """Read in time."""
     FULL_LOCAL_HIT = "full_local_hit"
+    """Everything but the last token was here."""
     LOCAL_COVERS_VERIFIED = "local_covers_verified"
+    """The peer had nothing that was not here."""
     BELOW_THRESHOLD = "below_threshold"
+    """Computing the difference was cheaper."""
     ENGINE_DECLINED = "engine_declined"
     """Tokens were offered and the engine admitted the request without them."""
     DENIED_UNKNOWN_HANDLE = "denied_unknown_handle"
+    """The peer holds nothing under this handle, or no longer."""
     DENIED_OTHER_INCARNATION = "denied_other_incarnation"
+    """The peer was restarted."""
     DENIED_INCOMPATIBLE = "denied_incompatible"
+    """The peer's KV cannot be used here."""
     DENIED_NO_COMMON_PREFIX = "denied_no_common_prefix"
+    """The peer holds other tokens."""
     BAD_ANSWER = "bad_answer"
+    """The peer's grant made no sense."""
     PEER_FAILED = "peer_failed"
+    """The side channel gave up on the peer."""
     ACQUIRE_TIMED_OUT = "acquire_timed_out"
+    """The peer did not answer within ``acquire_timeout_s``."""
     WAITED_TOO_LONG = "waited_too_long"
     """The engine did not admit the load within ``total_wait_s``."""
     LEASE_LOST = "lease_lost"
+    """The lease ended, or came too close to its end, before the read could start."""
     READ_FAILED = "read_failed"
+    """The workers could not read."""
     READ_TOO_LATE = "read_too_late"
     """The read completed, but after the lease's end: its content cannot be trusted."""
     ABORTED = "aborted"
+    """The request ended first."""
 
 
 @dataclass(frozen=True, slots=True)

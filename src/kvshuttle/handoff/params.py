@@ -67,11 +67,13 @@ def parse_leg(params: object) -> Leg | None:
     if not isinstance(params, dict) or KEY not in params:
         return None
     try:
-        leg = msgspec.convert(params[KEY], type=Leg)
+        leg: Leg = msgspec.convert(params[KEY], type=Leg)
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_transfer_params.{KEY}: {error}") from error
     if not 0 < len(leg.transfer_id) <= _MAX_ID_LEN:
-        raise ValueError(f"kv_transfer_params.{KEY}.transfer_id: 1 to {_MAX_ID_LEN} characters, got {len(leg.transfer_id)}")
+        raise ValueError(
+            f"kv_transfer_params.{KEY}.transfer_id: 1 to {_MAX_ID_LEN} characters, got {len(leg.transfer_id)}"
+        )
     return leg
 
 
