@@ -185,7 +185,7 @@ class RouterConfig:
     prefill_timeout_s: float = 300.0
     """Prefill leg: longest wait for its whole answer."""
     first_byte_timeout_s: float = 300.0
-    """Decode leg: longest wait for its first data event, or for a whole answer that is not streamed."""
+    """Decode leg: longest wait for the first data event of a stream. Whole answers have only the total limit."""
     idle_timeout_s: float = 120.0
     """Longest gap between two reads of a decode stream."""
     total_timeout_s: float = 3600.0

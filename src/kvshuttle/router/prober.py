@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MIN_PAUSE_S = 0.1
 """Between probes that failures ask for; a burst of them is one reason to look."""
 _MODELS_REFRESH_PROBES = 30
+_MODELS_RETRY_PROBES = 5
 _RELEASE_AGAIN_S = 2.0
 
 T = TypeVar("T")
@@ -87,7 +88,9 @@ class Prober:
         while True:
             was_up = engine.is_up
             await self._probe_http(engine)
-            if engine.is_up and (engine.models is None or not was_up or num_probes % _MODELS_REFRESH_PROBES == 0):
+            pause_probes = _MODELS_RETRY_PROBES if engine.models is None else _MODELS_REFRESH_PROBES
+            if engine.is_up and (not was_up or num_probes >= pause_probes):
+                num_probes = 0
                 await self._learn_models(engine)
             num_probes += 1
             engine.pool.close_idle(self._config.engine_idle_s)

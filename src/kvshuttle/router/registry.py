@@ -120,6 +120,8 @@ class Registry:
         self._config = config
         self._now_s = now_s
         self._differences: dict[tuple[str, str], list[str]] = {}
+        # Once for each verdict, not at every restart of an engine.
+        self._logged: dict[tuple[str, str], list[str]] = {}
 
     def __repr__(self) -> str:
         return f"<Registry prefills={self.prefills} decodes={self.decodes}>"
@@ -204,9 +206,9 @@ class Registry:
                     peers[prefill.name].add(decode.name)
                     peers[decode.name].add(prefill.name)
         for pair, fields in differences.items():
-            if self._differences.get(pair) != fields:
+            if self._logged.get(pair) != fields:
+                self._logged[pair] = fields
                 logger.error("%s and %s cannot exchange KV and will not be paired: %s", *pair, "; ".join(fields))
-        # A pair whose engine is away keeps its verdict, so that it is not logged at every restart.
         self._differences = differences
         for engine in self.engines.values():
             engine.peers = frozenset(peers[engine.name])

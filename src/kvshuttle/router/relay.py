@@ -46,7 +46,8 @@ class StreamRelay:
         except LegError as error:
             status = 504 if error.reason is FailureReason.TIMEOUT else 502
             body = error_body("The engine failed while it was answering.", status=status, kind="EngineFailedError")
-            self._responder.write(error_event(body))
+            separator = b"\n\n" if self._tail.is_torn else b""
+            self._responder.write(separator + error_event(body))
             self._responder.abort()
             raise
         finally:

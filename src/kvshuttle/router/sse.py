@@ -56,20 +56,24 @@ class StreamHead:
 class EventTail:
     """Passes a stream through in whole events, without ``…_transfer_params``.
 
-    ``feed`` returns what may be sent now, ``rest`` what is left when the stream ended well.
+    ``feed`` returns what may be sent now, ``rest`` what is left when the stream ended well. ``is_torn``: an event too
+    long to hold has been passed on in part.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_held", "is_torn")
 
     def __init__(self) -> None:
         self._held = b""
+        self.is_torn = False
 
     def feed(self, data: bytes) -> bytes:
         """The whole events in what was held and ``data``; b"" when there is none yet."""
         if self._held:
             data = self._held + data
             self._held = b""
-        if not data.endswith((b"\n\n", b"\r\n\r\n")):
+        if data.endswith((b"\n\n", b"\r\n\r\n")):
+            self.is_torn = False
+        else:
             data = self._hold_partial(data)
         if _PARAMS in data:
             return _scrub_events(data)
@@ -83,7 +87,10 @@ class EventTail:
     def _hold_partial(self, data: bytes) -> bytes:
         newline, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
         cut = max(newline + 2 if newline >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
+        if cut:
+            self.is_torn = False
         if len(data) - cut > _MAX_HELD_BYTES:
+            self.is_torn = True
             return data
         self._held = data[cut:]
         return data[:cut]

@@ -80,7 +80,11 @@ def test_a_stream_passes_byte_for_byte_and_only_in_whole_events(events, cuts, en
 def test_an_event_too_long_to_hold_is_passed_on_in_parts():
     tail = EventTail()
     assert tail.feed(b"x" * 600_000) == b""
+    assert not tail.is_torn
     assert len(tail.feed(b"x" * 600_000)) == 1_200_000
+    assert tail.is_torn
+    assert tail.feed(b"x\n\ndata: {") == b"x\n\n"
+    assert not tail.is_torn
 
 
 def test_internal_params_in_a_stream_are_nulled_and_the_rest_stays():
