@@ -4,10 +4,6 @@ Engine threads hand it orders and take results; nobody else touches the NIXL age
 read is under way or a peer said that it is reading from us (NIXL without its progress thread moves bytes only
 inside our calls, on both ends), and otherwise sleeps in the side channel's poll, so that an idle engine is idle
 and an engine in a long forward pass still serves its peers.
-
-What it promises about memory: a read that is not known to have ended is reported ``is_drained=False`` and is
-followed until it has ended; only then does its ``DrainedRead`` come. A read counts as good only when it
-was seen complete inside its budget.
 """
 
 from __future__ import annotations
@@ -17,16 +13,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
-from kvshuttle.connector.kv_layout import KvMemory, plan_spans
-from kvshuttle.errors import KvshuttleError, LocalProtocolError
+from kvshuttle.connector.reads import BUSY_HINT_S, ReadOutcome, Reads
+from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.messages import Busy, Message, WorkerCard
-from kvshuttle.transport import Operation, PeerName, Transfer, TransferStatus, Transport
+from kvshuttle.transport import Transport
 
 if TYPE_CHECKING:
+    from kvshuttle.connector.kv_layout import KvMemory
     from kvshuttle.connector.step_metadata import ReadOrder
     from kvshuttle.transport.endpoint import Endpoint
 
@@ -38,51 +35,12 @@ _BUSY_SLEEP_S = 0.0002
 """The same while a peer reads from us."""
 _IDLE_POLL_S = 0.2
 """Idle: a hint wakes us before a peer reads, so this only serves what UCX does on its own (keep-alives)."""
-_BUSY_HINT_S = 1.0
+_FAILURE_PAUSE_S = 0.01
+"""After an unexpected failure, so that one that repeats does not spin."""
+_MAX_BUSY_S = 60.0
 _START_TIMEOUT_S = 120.0
+_LOG_INTERVAL_S = 10.0
 
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """How one order ended. ``reason`` is "" when it is good, else a metric label; ``detail`` is for the log."""
-
-    request_id: str
-    reason: str
-    detail: str = ""
-    is_drained: bool = True
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    post_s: float = 0.0
-    wire_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DrainedRead:
-    """An undrained read of this request cannot touch memory any more."""
-
-    request_id: str
-
-
-@dataclass(slots=True)
-class _Peer:
-    card: WorkerCard
-    name: PeerName | None = None
-
-
-@dataclass(slots=True)
-class _Read:
-    order: ReadOrder
-    transfer: Transfer
-    deadline_at_s: float
-    next_hint_at_s: float
-    posted_at_s: float
-    post_s: float
-    num_bytes: int
-    num_descriptors: int
-    is_reported: bool = field(default=False)
-
-
-Outcome = ReadResult | DrainedRead
 TransportFactory = Callable[[], Transport]
 EndpointFactory = Callable[[Callable[[Message], Message | None]], "Endpoint[Message]"]
 
@@ -92,8 +50,7 @@ class CommThreadOptions:
     """How a worker's comm thread reaches the world.
 
     ``rank``: tensor-parallel rank, the same as the peer's rank that it reads from. ``host``: address to bind;
-    ``advertise_host``: what peers are told. ``transit_allowance_s``: taken off a read's budget when the order
-    came from another host, whose clock cannot be compared.
+    ``advertise_host``: what peers are told. ``host_id`` and ``transit_allowance_s``: see ``Reads``.
     """
 
     rank: int
@@ -119,15 +76,23 @@ class CommThread:
         self._transport_factory = transport_factory
         self._endpoint_factory = endpoint_factory
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[ReadOutcome] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[WorkerCard | BaseException] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvshuttle-comm", daemon=True)
-        self._transport: Transport
-        self._endpoint: Endpoint[Message]
-        self._peers: dict[str, _Peer] = {}
-        self._reads: list[_Read] = []
+        self._transport: Transport | None = None
+        self._endpoint: Endpoint[Message] | None = None
+        self._reads: Reads | None = None
         self._busy_until_s = 0.0
+        self._logged_at_s = -_LOG_INTERVAL_S
+
+    def __repr__(self) -> str:
+        return f"<CommThread rank={self._options.rank} {'alive' if self.is_alive else 'stopped'} {self._reads!r}>"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether orders still get answers."""
+        return self._thread.is_alive()
 
     def start(self) -> WorkerCard:
         """Create the transport, register the memory and listen. Raises what went wrong in the thread."""
@@ -142,196 +107,118 @@ class CommThread:
 
     def order(self, order: ReadOrder) -> None:
         """Start a read as soon as the thread gets to it; exactly one ``ReadResult`` follows."""
-        self._submit(lambda: self._begin(order))
+        self._submit(lambda reads: reads.begin(order))
 
     def meet(self, incarnation: str, card: WorkerCard) -> None:
         """Learn how to reach a peer's rank."""
-        self._submit(lambda: self._peers.setdefault(incarnation, _Peer(card)))
+        self._submit(lambda reads: reads.meet(incarnation, card))
 
     def forget(self, incarnation: str) -> None:
         """Drop a peer that is gone; its reads fail."""
-        self._submit(lambda: self._drop_peer(incarnation, is_known_dead=True))
+        self._submit(lambda reads: reads.forget(incarnation))
 
-    def take(self) -> list[Outcome]:
+    def take(self) -> list[ReadOutcome]:
         """Outcomes since the last call."""
-        outcomes: list[Outcome] = []
+        outcomes: list[ReadOutcome] = []
         while True:
             try:
                 outcomes.append(self._outcomes.get_nowait())
             except queue.Empty:
                 return outcomes
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread and close what it owns. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        self._submit(self._is_stopping.set)
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End the thread and close what it owns; False when that took too long. Idempotent.
+
+        Reads under way end with their connections, which closing the transport destroys; nothing lands in this
+        worker's memory after that. On False the memory must stay mapped until the process ends.
+        """
+        if self._thread.ident is None:
+            return True
+        self._is_stopping.set()
+        self._wake()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _submit(self, command: Callable[[Reads], object]) -> None:
+        self._commands.put(lambda: command(self._reads) if self._reads is not None else None)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.wake()
 
     # -- everything below runs in the thread ------------------------------------------------------
-
-    def _submit(self, command: Callable[[], object]) -> None:
-        self._commands.put(command)
-        endpoint = getattr(self, "_endpoint", None)
-        if endpoint is not None:
-            endpoint.wake()
 
     def _run(self) -> None:
         try:
             card = self._open()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in start()
+            self._close()
             self._started.put(error)
             return
         self._started.put(card)
-        while not self._is_stopping.is_set():
-            try:
+        try:
+            while not self._is_stopping.is_set():
                 self._turn()
-            except Exception:
-                logger.exception("kvshuttle: comm thread turn failed; going on")
-                time.sleep(_IDLE_POLL_S)
-        self._endpoint.close()
-        self._transport.close()
+        finally:
+            self._close()
 
     def _open(self) -> WorkerCard:
-        self._transport = self._transport_factory()
-        self._transport.register(
-            self._memory.storage_spans, device=self._memory.device, device_id=self._memory.device_id
+        transport = self._transport = self._transport_factory()
+        transport.register(self._memory.storage_spans, device=self._memory.device, device_id=self._memory.device_id)
+        endpoint = self._endpoint = self._endpoint_factory(self._on_message)
+        _, _, port = endpoint.bind(self._options.host, 0).rpartition(":")
+        busy = Busy(sender=transport.name, duration_s=BUSY_HINT_S)
+        self._reads = Reads(
+            self._memory,
+            transport,
+            host_id=self._options.host_id,
+            transit_allowance_s=self._options.transit_allowance_s,
+            report=self._outcomes.put,
+            hint=lambda address: endpoint.send(address, busy),
         )
-        self._endpoint = self._endpoint_factory(self._on_message)
-        _, _, port = self._endpoint.bind(self._options.host, 0).rpartition(":")
         return WorkerCard(
             rank=self._options.rank,
             address=f"{self._options.advertise_host}:{port}",
-            agent_metadata=self._transport.metadata(),
+            agent_metadata=transport.metadata(),
             device=self._memory.device,
             device_id=self._memory.device_id,
             regions=self._memory.regions,
         )
 
+    def _close(self) -> None:
+        for owned in (self._endpoint, self._transport):
+            try:
+                if owned is not None:
+                    owned.close()
+            except Exception:
+                logger.exception("kvshuttle: closing %r failed", owned)
+
     def _on_message(self, message: Message) -> Message | None:
         if isinstance(message, Busy):
-            self._busy_until_s = max(self._busy_until_s, now_s() + min(message.duration_s, 60.0))
+            self._busy_until_s = max(self._busy_until_s, now_s() + min(message.duration_s, _MAX_BUSY_S))
         return None
 
     def _turn(self) -> None:
-        is_reading = any(not read.is_reported for read in self._reads)
+        assert self._endpoint is not None
+        assert self._transport is not None
+        assert self._reads is not None
+        is_reading = self._reads.is_any_live
         is_busy = now_s() < self._busy_until_s
-        self._endpoint.poll(0.0 if is_reading or is_busy else _IDLE_POLL_S)
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                break
-            command()
-        self._transport.take_notifications()
-        for read in list(self._reads):
-            self._follow(read)
+        # One at a time: whatever fails in one must not keep the others from being done.
+        self._guard(self._endpoint.poll, 0.0 if is_reading or is_busy else _IDLE_POLL_S)
+        while not self._commands.empty():
+            self._guard(self._commands.get_nowait())
+        self._guard(self._transport.take_notifications)
+        self._guard(self._reads.follow)
         if is_reading or is_busy:
             time.sleep(_ACTIVE_SLEEP_S if is_reading else _BUSY_SLEEP_S)
 
-    def _begin(self, order: ReadOrder) -> None:
-        is_same_host = order.host == self._options.host_id
-        transit_s = now_s() - order.issued_at_s if is_same_host else self._options.transit_allowance_s
-        deadline_at_s = now_s() + order.budget_s - transit_s
-        peer = self._peers.get(order.incarnation)
-        if peer is None:
-            self._report(ReadResult(order.request_id, "peer_unknown", f"no card of {order.incarnation}"))
-        elif now_s() >= deadline_at_s:
-            self._report(ReadResult(order.request_id, "no_time_left", f"budget {order.budget_s:.2f} s"))
-        else:
-            try:
-                self._reads.append(self._post(order, peer, deadline_at_s))
-            except KvshuttleError as error:
-                self._report(ReadResult(order.request_id, "post_failed", str(error)))
-
-    def _post(self, order: ReadOrder, peer: _Peer, deadline_at_s: float) -> _Read:
-        started_at_s = now_s()
-        card = peer.card
-        if peer.name is None:
-            peer.name = self._transport.add_peer(card.agent_metadata)
-        source, destination = plan_spans(order.plan, card.regions, self._memory.regions)
-        self._hint(card)
-        transfer = self._transport.post(
-            Operation.READ,
-            peer.name,
-            destination,
-            source,
-            device=self._memory.device,
-            device_id=self._memory.device_id,
-            remote_device_id=card.device_id,
-        )
-        return _Read(
-            order=order,
-            transfer=transfer,
-            deadline_at_s=deadline_at_s,
-            next_hint_at_s=started_at_s + _BUSY_HINT_S / 2,
-            posted_at_s=started_at_s,
-            post_s=now_s() - started_at_s,
-            num_bytes=int(destination[:, 1].sum()),
-            num_descriptors=len(destination),
-        )
-
-    def _hint(self, card: WorkerCard) -> None:
-        self._endpoint.send(card.address, Busy(sender=self._transport.name, duration_s=_BUSY_HINT_S))
-
-    def _follow(self, read: _Read) -> None:
+    def _guard(self, act: Callable[..., object], *args: object) -> None:
         try:
-            status = self._transport.poll(read.transfer)
-            detail = repr(read.transfer)
-        except KvshuttleError as error:
-            status, detail = TransferStatus.FAILED, str(error)
-        is_late = now_s() > read.deadline_at_s
-        if status is TransferStatus.PENDING and not is_late:
-            if now_s() >= read.next_hint_at_s:
-                read.next_hint_at_s = now_s() + _BUSY_HINT_S / 2
-                self._hint(self._peers[read.order.incarnation].card)
-            return
-        if status is TransferStatus.PENDING:
-            reason = "timed_out"
-        elif status is TransferStatus.FAILED:
-            reason = "transport_failed"
-        else:
-            reason = "too_late" if is_late else ""
-        self._settle(read, reason, detail, is_pending=status is TransferStatus.PENDING)
-
-    def _settle(self, read: _Read, reason: str, detail: str, *, is_pending: bool) -> None:
-        is_drained = not is_pending and self._transport.release(read.transfer)
-        if not read.is_reported:
-            read.is_reported = True
-            self._report(
-                ReadResult(
-                    request_id=read.order.request_id,
-                    reason=reason,
-                    detail=detail,
-                    is_drained=is_drained,
-                    num_bytes=read.num_bytes,
-                    num_descriptors=read.num_descriptors,
-                    post_s=read.post_s,
-                    wire_s=now_s() - read.posted_at_s,
-                )
-            )
-        elif is_drained:
-            self._outcomes.put(DrainedRead(read.order.request_id))
-        if is_drained:
-            self._reads.remove(read)
-        elif is_pending:
-            self._drop_peer(read.order.incarnation, is_known_dead=False)
-
-    def _drop_peer(self, incarnation: str, *, is_known_dead: bool) -> None:
-        """Tear a peer's connection down, so that what still pends on it ends. Its card stays unless it is dead."""
-        peer = self._peers.get(incarnation)
-        if peer is None:
-            return
-        has_live_reads = any(r.order.incarnation == incarnation and not r.is_reported for r in self._reads)
-        if has_live_reads and not is_known_dead:
-            return  # a slow read must not take a good one down with it; it is dropped when they are over
-        if peer.name is not None:
-            self._transport.remove_peer(peer.name)
-            peer.name = None
-        if is_known_dead and not any(r.order.incarnation == incarnation for r in self._reads):
-            del self._peers[incarnation]
-
-    def _report(self, result: ReadResult) -> None:
-        if result.reason:
-            logger.warning("kvshuttle: read for %s failed: %s (%s)", result.request_id, result.reason, result.detail)
-        self._outcomes.put(result)
+            act(*args)
+        except Exception:
+            time.sleep(_FAILURE_PAUSE_S)
+            if now_s() - self._logged_at_s >= _LOG_INTERVAL_S:
+                self._logged_at_s = now_s()
+                logger.exception("kvshuttle: the comm thread goes on after a failure")

@@ -90,9 +90,10 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-            from kvshuttle.connector.worker_half import WorkerHalf
+            from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
 
-            self._worker = WorkerHalf(config, rank=get_tensor_model_parallel_rank(), secret=secret, host_id=_host_id())
+            place = WorkerPlace(get_tensor_model_parallel_rank(), host_id=_host_id(), secret=secret)
+            self._worker = WorkerHalf(config, place)
 
     def count_internal_error(self, hook: str) -> None:
         """Count an exception caught at the edge of ``hook``."""
@@ -163,6 +164,16 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         """A request ended, in whatever way."""
         return self._scheduler_half.on_request_finished(request, block_ids)
 
+    @guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """A running request lacks a block: before vLLM preempts one, give back what is due. 0.30 and later."""
+        return self._scheduler_half.return_blocks()
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Held KV loses its meaning with the weights that made it. False while some of it is still being read."""
+        return self._scheduler_half.reset()
+
     @property
     def _scheduler_half(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a scheduler hook was called on a worker's connector"
@@ -174,12 +185,11 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         """The KV memory exists: register it. Fails at start, saying why, when its layout is not supported."""
         from kvshuttle.connector.fingerprint import attention_spec
 
-        spec = attention_spec(self._kv_cache_config)
-        isa = ""
-        if next(iter(kv_caches.values())).device.type == "cpu":
-            cache_dtype = self._vllm_config.cache_config.cache_dtype
-            isa = vllm_compat.attention_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)
-        self._worker_half.register_kv_caches(kv_caches, num_blocks=self._kv_cache_config.num_blocks, isa=isa)
+        is_cpu = all(tensor.device.type == "cpu" for tensor in kv_caches.values())
+        content = vllm_compat.page_content(self._vllm_config, attention_spec(self._kv_cache_config), is_cpu=is_cpu)
+        self._worker_half.register_kv_caches(
+            kv_caches, num_blocks=self._kv_cache_config.num_blocks, page_content=content
+        )
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
         """What the scheduler half must know of this rank."""

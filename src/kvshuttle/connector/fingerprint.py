@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.blocks import CHAIN_SCHEME
+from kvshuttle.connector import vllm_compat
 from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.messages import Fingerprint
 
@@ -67,7 +68,7 @@ def fingerprint(
     region_lens = lengths.pop()
     return Fingerprint(
         model=_model(vllm_config, model_identity),
-        kv_dtype=f"{spec.dtype}".removeprefix("torch."),
+        kv_dtype=vllm_compat.kv_dtype(spec, str(vllm_config.cache_config.cache_dtype)),
         block_size_tokens=spec.block_size,
         num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
         num_kv_heads=spec.num_kv_heads,

@@ -8,10 +8,12 @@ is allocated. The *handle* is dead at once.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.blocks import TokenChain, num_blocks_for
 from kvshuttle.connector import vllm_compat
+from kvshuttle.handoff.messages import Release
 from kvshuttle.handoff.params import PrefillLeg, PrefillResult, to_params
 from kvshuttle.ids import Handle
 
@@ -30,6 +32,7 @@ class Holder:
         self.ledger = ledger
         self._lease_s = lease_s
         self._pool: BlockPool | None = None
+        self._let_go: list[tuple[int, ...]] = []
         self._quarantine: dict[str, list[tuple[int, ...]]] = {}
 
     def bind_pool(self, pool: BlockPool) -> None:
@@ -45,22 +48,43 @@ class Holder:
             )
             return None
         held = tuple(block_ids[:num_blocks])
-        vllm_compat.pin(self._pool, held)
         is_held = self.ledger.hold(
             Handle(leg.transfer_id), block_ids=held, chain=chain, duration_s=self._lease_s, now_s=now_s
         )
+        # Pinned also when the ledger is full: it hands the blocks back through the same door as all others.
+        vllm_compat.pin(self._pool, held)
         if not is_held:
             logger.warning("kvshuttle: %s not held: the ledger is full", leg.transfer_id)
             return None
         return to_params(PrefillResult(transfer_id=leg.transfer_id, num_tokens=chain.num_tokens, lease_s=self._lease_s))
 
-    def return_freed(self, now_s: float) -> None:
-        """Give the pool what the ledger has let go of. Engine thread only."""
+    def drop_all(self, now_s: float) -> bool:
+        """Let go of everything that nobody reads; False when something is still read or quarantined."""
+        self.ledger.release(Release(handles=self.ledger.handles()), now_s=now_s)
+        self.return_freed(now_s)
+        return not (self.ledger.num_holdings or self._quarantine)
+
+    def expire(self, now_s: float) -> None:
+        """Let deadlines pass in the ledger. Any thread."""
         self.ledger.expire(now_s)
-        if self._pool is None:
-            return
-        for block_ids in self.ledger.take_freed():
+        self._let_go += self.ledger.take_freed()
+
+    def return_freed(self, now_s: float) -> int:
+        """Give the pool what the ledger has let go of; the number of references given back. Engine thread only."""
+        self.expire(now_s)
+        if self._pool is None or not self._let_go:
+            return 0
+        let_go, self._let_go = self._let_go, []
+        for block_ids in let_go:
             vllm_compat.unpin(self._pool, block_ids)
+        return sum(len(block_ids) for block_ids in let_go)
+
+    def num_returnable_blocks(self) -> int:
+        """Blocks that become free at the engine's next hook: the next allocation can have them."""
+        if self._pool is None:
+            return 0
+        pins = Counter(block_id for block_ids in self._let_go for block_id in block_ids)
+        return sum(self._pool.blocks[block_id].ref_cnt <= num_pins for block_id, num_pins in pins.items())
 
     def quarantine(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """Keep a failed read's destination out of use while the read may still write to it; once a rank."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvshuttle.errors import ConfigError
+from kvshuttle.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from kvshuttle.handoff.messages import Region
 
 if TYPE_CHECKING:
@@ -48,23 +48,26 @@ def kv_memory(kv_caches: Mapping[str, Tensor], *, num_blocks: int) -> KvMemory:
     layouts: list[str] = []
     if not kv_caches:
         raise ConfigError("kv_caches: vLLM registered no KV cache; kvshuttle needs a model with attention layers")
+    first = next(iter(kv_caches.values()))
     for name in sorted(kv_caches, key=_natural):
         tensor = kv_caches[name]
+        if tensor.device != first.device:
+            raise ConfigError(f"kv_caches[{name!r}]: on {tensor.device}, others on {first.device}; not supported")
         if tensor.data_ptr() in seen:  # layers that share one cache
             continue
         seen.add(tensor.data_ptr())
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        layers = (tensor,) if tensor.shape[0] != 2 or tensor.shape[1] < num_blocks else (tensor[0], tensor[1])
-        regions.extend(_region(name, layer, num_blocks) for layer in layers)
-        layouts.append(f"{len(layers)}x{tuple(tensor.shape[1:])}{_order(tensor)}")
-    first = next(iter(kv_caches.values()))
+        parts = (tensor[0], tensor[1]) if _is_split(tensor, num_blocks) else (tensor,)
+        regions.extend(_region(name, part, num_blocks) for part in parts)
+        # Without the block count: two engines may have pools of different sizes.
+        layouts.append(f"{len(parts)}x{tuple(parts[0].shape[1:])}{_order(parts[0])}")
     return KvMemory(
         regions=tuple(regions),
         storage_spans=np.array(sorted(storages.items()), dtype=np.int64),
         device="DRAM" if first.device.type == "cpu" else "VRAM",
         device_id=0 if first.device.index is None else first.device.index,
-        layout=";".join(sorted({_without_block_count(layout, num_blocks) for layout in layouts})),
+        layout=";".join(sorted(set(layouts))),
     )
 
 
@@ -74,7 +77,10 @@ def plan_spans(
     """Byte spans of a block plan: (source spans, destination spans), both int64 (n, 2) and row by row equal in length.
 
     A run of neighbouring blocks is one span where blocks are adjacent in memory on both sides, else a span a block.
+    Raises ``RemoteProtocolError`` when the source's regions do not match ours, ``LocalProtocolError`` when a
+    destination block does not exist.
     """
+    _check_regions(plan, source, destination)
     firsts = np.array([(run.source_first, run.destination_first, run.num_blocks) for run in plan.runs], dtype=np.int64)
     sources: list[NDArray[np.int64]] = []
     destinations: list[NDArray[np.int64]] = []
@@ -91,23 +97,35 @@ def plan_spans(
     return np.concatenate(sources), np.concatenate(destinations)
 
 
+def _check_regions(plan: BlockPlan, source: Sequence[Region], destination: Sequence[Region]) -> None:
+    source_lens = [region.block_len_bytes for region in source]
+    if source_lens != [region.block_len_bytes for region in destination]:
+        raise RemoteProtocolError(f"the source has {len(source)} regions, not our {len(destination)} of equal lengths")
+    if max(run.source_first + run.num_blocks for run in plan.runs) > min(region.num_blocks for region in source):
+        raise RemoteProtocolError("the source lends a block beyond the end of its memory")
+    if max(run.destination_first + run.num_blocks for run in plan.runs) > min(r.num_blocks for r in destination):
+        raise LocalProtocolError("a destination block lies beyond the end of this rank's memory")
+
+
 def _is_dense(region: Region) -> bool:
     return region.block_len_bytes == region.block_stride_bytes
 
 
+def _is_split(tensor: Tensor, num_blocks: int) -> bool:
+    """``[2, B, ...]``: K and V apart, as some backends had it before 0.29."""
+    return bool(tensor.dim() == 5 and tensor.shape[0] == 2 and tensor.shape[1] >= num_blocks > 2)
+
+
 def _region(name: str, tensor: Tensor, num_blocks: int) -> Region:
     num_pages = tensor.shape[0]
-    if num_pages % num_blocks:
+    if num_pages < num_blocks or num_pages % num_blocks:
         raise ConfigError(
             f"kv_caches[{name!r}]: {num_pages} pages do not divide into {num_blocks} blocks; layout not supported"
         )
     pages_per_block = num_pages // num_blocks  # the attention kernel may use smaller pages than the scheduler
     page_len_bytes = tensor[0].numel() * tensor.element_size()
     page_stride_bytes = tensor.stride(0) * tensor.element_size()
-    steps = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
-    page_extent = 1 + sum((size - 1) * stride for size, stride in steps)
-    is_compact = page_extent * tensor.element_size() == page_len_bytes
-    if not is_compact or (pages_per_block > 1 and page_stride_bytes != page_len_bytes):
+    if not _is_compact(tensor[0]) or (pages_per_block > 1 and page_stride_bytes != page_len_bytes):
         raise ConfigError(
             f"kv_caches[{name!r}]: a block is not one run of bytes (shape {tuple(tensor.shape)},"
             f" stride {tensor.stride()}); set VLLM_KV_CACHE_LAYOUT=HND"
@@ -120,15 +138,20 @@ def _region(name: str, tensor: Tensor, num_blocks: int) -> Region:
     )
 
 
+def _is_compact(page: Tensor) -> bool:
+    """Its elements are one run of memory, in whatever order."""
+    num_elements = 1
+    for stride, size in sorted(zip(page.stride(), page.shape, strict=True)):
+        if size != 1 and stride != num_elements:
+            return False
+        num_elements *= size
+    return True
+
+
 def _order(tensor: Tensor) -> str:
     """Dimensions from the outermost in memory to the innermost, e.g. ``@0,1,2,3``."""
     order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
     return "@" + ",".join(str(dim) for dim in order)
-
-
-def _without_block_count(layout: str, num_blocks: int) -> str:
-    # Two engines may have pools of different sizes; where the count stands inside the shape, blank it.
-    return re.sub(rf"\b{num_blocks}\b", "B", layout)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

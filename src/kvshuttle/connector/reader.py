@@ -2,19 +2,25 @@
 
 The machine decides; this file sends what it wants sent, and turns vLLM's hooks and the peers' answers into facts.
 Every method takes the half's lock or is called under it; answers arrive in the side channel's thread.
+
+Three tables, each with its own end of life. A *reading* lives as long as its request, so that a preempted request
+is not fetched again. It is *unsettled* until its fetch is drained, which may be after the request. A *load* lives from
+vLLM's admission until every worker has reported, which is exactly when vLLM may hear of it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvshuttle.blocks import num_blocks_for
 from kvshuttle.clock import now_s
-from kvshuttle.connector.step_metadata import ReadOrder, StepMetadata
+from kvshuttle.connector.peers import Peers
+from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder, StepMetadata
 from kvshuttle.errors import KvshuttleError, TransportError
-from kvshuttle.handoff.block_plan import BlockPlan, BlockRun, ReadReason
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import (
     AcquireAnswered,
@@ -34,17 +40,7 @@ from kvshuttle.handoff.fetch_protocol import (
     SendRenew,
     StartRead,
 )
-from kvshuttle.handoff.messages import (
-    PROTOCOL_VERSION,
-    Acquired,
-    Denied,
-    DenyReason,
-    EngineCard,
-    Hello,
-    HelloAck,
-    Message,
-    Renewed,
-)
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Acquired, Denied, EngineCard, Hello, HelloAck, Message, Renewed
 from kvshuttle.ids import Handle
 
 if TYPE_CHECKING:
@@ -54,6 +50,7 @@ if TYPE_CHECKING:
     from kvshuttle.blocks import TokenChain
     from kvshuttle.config import ConnectorConfig
     from kvshuttle.connector.stats import ShuttleStats
+    from kvshuttle.handoff.block_plan import ReadReason
     from kvshuttle.handoff.params import DecodeLeg
     from kvshuttle.transport.endpoint import Endpoint, OnReply
     from kvshuttle.transport.side_channel import SideChannelThread
@@ -65,19 +62,36 @@ _SERVED = {Outcome.READ_OK, Outcome.FULL_LOCAL_HIT, Outcome.LOCAL_COVERS_VERIFIE
 """Outcomes that are as planned; every other one means that the prompt is recomputed, which is worth a line."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class EngineClock:
+    """``host_id``: names the monotonic clock of the scheduler half. ``is_shared``: its workers live by it too."""
+
+    host_id: str
+    is_shared: bool
+
+
+@dataclass(slots=True, eq=False)
 class _Reading:
-    """One decode leg under way. ``num_local_tokens`` and ``offer_reason`` are the last question's."""
+    """One decode leg. ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question."""
 
     request_id: str
     fetch: Fetch
     num_local_tokens: int = 0
     offer_reason: ReadReason | None = None
-    num_external_tokens: int = 0
-    destination: tuple[int, ...] = ()
-    is_awaiting_workers: bool = False
     is_counted: bool = False
     is_request_over: bool = False
+    is_broken: bool = False
+    """The machine and vLLM disagree, which is a bug: nothing is offered any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What vLLM waits for. ``destination``: blocks that the read may write to. ``failure``: a rank's, or ""."""
+
+    reading: _Reading
+    num_tokens: int
+    destination: tuple[int, ...]
+    read_ends_at_s: float = -math.inf
     failure: str = ""
 
 
@@ -89,16 +103,16 @@ class Reader:
         config: ConnectorConfig,
         *,
         card: EngineCard,
+        clock: EngineClock,
         side: SideChannelThread[Message],
         stats: ShuttleStats,
         lock: threading.RLock,
-        host_id: str,
     ) -> None:
         self._card = card
+        self._clock = clock
         self._side = side
         self._stats = stats
         self._lock = lock
-        self._host_id = host_id
         self._limits = FetchLimits(
             acquire_timeout_s=config.acquire_timeout_s,
             lease_s=config.lease_s,
@@ -108,8 +122,16 @@ class Reader:
             recompute_threshold_tokens=config.recompute_threshold_tokens,
         )
         self._readings: dict[str, _Reading] = {}
-        self._peers: dict[str, EngineCard] = {}
+        self._unsettled: dict[str, _Reading] = {}
+        self._loads: dict[str, _Load] = {}
+        self._peers = Peers(card)
         self._step = StepMetadata()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Reader readings={len(self._readings)} unsettled={len(self._unsettled)} loads={len(self._loads)}"
+            f" peers={len(self._peers)}>"
+        )
 
     # -- what the hooks call, under the lock ------------------------------------------------------
 
@@ -124,75 +146,92 @@ class Reader:
             limits=self._limits,
             now_s=now_s(),
         )
-        reading = _Reading(request_id, fetch)
-        self._readings[request_id] = reading
+        reading = self._readings[request_id] = self._unsettled[request_id] = _Reading(request_id, fetch)
         self._do(reading, fetch.start(now_s()))
 
     def offer(self, request_id: str, num_local_tokens: int) -> int | None:
         """Tokens that can be loaded behind the local prefix; None to be asked again. Changes nothing that matters."""
         reading = self._readings.get(request_id)
-        if reading is None:
+        if reading is None or reading.is_broken:
             return 0
+        # The request's deadline holds also when the side channel's thread is late.
+        self._tick_one(reading, now_s())
         offer = reading.fetch.offer(num_local_tokens)
         reading.num_local_tokens = num_local_tokens
         reading.offer_reason = offer.reason
         return offer.num_tokens
 
-    def admit(self, request_id: str, num_external_tokens: int, block_ids: tuple[int, ...]) -> None:
-        """vLLM took the offer and allocated the request's whole block table: order the read."""
+    def admit(self, request_id: str, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+        """vLLM took the offer and allocated the request's whole block table: order the read.
+
+        vLLM waits from here on, so whatever goes wrong becomes a failed load.
+        """
         reading = self._readings[request_id]
-        reading.num_external_tokens = num_external_tokens
-        reading.destination = block_ids
-        reading.is_awaiting_workers = True
-        self._tell(reading, LoadAdmitted(reading.num_local_tokens, num_external_tokens, block_ids))
+        block_size_tokens = self._card.fingerprint.block_size_tokens
+        end = num_blocks_for(reading.num_local_tokens + num_tokens, block_size_tokens)
+        destination = block_ids[reading.num_local_tokens // block_size_tokens : end]
+        load = self._loads[request_id] = _Load(reading, num_tokens, destination)
+        if not self._try_tell(reading, LoadAdmitted(reading.num_local_tokens, num_tokens, block_ids), at_s=now_s()):
+            self._fail(load, "internal_error")
 
     def decline(self, request_id: str) -> None:
         """vLLM admitted the request without a load, for the first or the n-th time."""
         reading = self._readings.get(request_id)
-        if reading is None or reading.is_awaiting_workers or reading.fetch.is_drained:
+        if reading is None or request_id in self._loads or reading.fetch.outcome is not None:
             return
         self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
         self._tell(reading, NothingToRead(reading.offer_reason))
 
-    def settle(self, request_id: str) -> bool:
-        """All workers are done with a request's read. False: none was expected, vLLM must not see the id."""
-        reading = self._readings.get(request_id)
-        if reading is None or not reading.is_awaiting_workers:
-            return False
-        reading.is_awaiting_workers = False
-        is_ok = not reading.failure
-        if is_ok:
-            self._stats.count("transfer_tokens", "read", by=reading.num_external_tokens)
-            self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
-        if not reading.fetch.is_drained:
-            self._tell(reading, ReadEnded(is_ok, reading.failure))
-        self._forget_if_over(reading)
-        return True
+    def is_loading(self, request_id: str) -> bool:
+        """Whether vLLM waits for this request's load."""
+        return request_id in self._loads
 
     def note_failures(self, failed: dict[str, str]) -> None:
-        """Some ranks' reads failed; the request's end is judged by it once all ranks are done."""
+        """Some ranks' reads failed; the load's end is judged by it once all ranks are done."""
         for request_id, reason in failed.items():
-            reading = self._readings.get(request_id)
-            if reading is not None:
-                reading.failure = reason
+            load = self._loads.get(request_id)
+            if load is None:
+                continue
+            load.failure = load.failure or reason
+            if reason == "peer_unknown":
+                self._peers.forget(load.reading.fetch.source.incarnation, self._step)
 
     def destination(self, request_id: str) -> tuple[int, ...]:
         """Blocks that a read of this request may write to."""
-        reading = self._readings.get(request_id)
-        if reading is None or not reading.destination:
-            return ()
-        block_size_tokens = self._card.fingerprint.block_size_tokens
-        first = reading.num_local_tokens // block_size_tokens
-        end = -(-(reading.num_local_tokens + reading.num_external_tokens) // block_size_tokens)
-        return reading.destination[first:end]
+        load = self._loads.get(request_id)
+        return load.destination if load is not None else ()
+
+    def settle(self, request_id: str) -> bool:
+        """All workers are done with a load. False: vLLM must not see it, or not yet.
+
+        A good read may still be unfit for use, when the lease turns out to be lost. vLLM took its failures in before
+        this, so the request waits one more step for the workers to report one.
+        """
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return False
+        reading, is_ok = load.reading, not load.failure
+        if not reading.fetch.is_drained:
+            # Workers call a read good only when they saw it complete within its budget, by the same clock; hence the
+            # time that passed until this step, which may be long, says nothing.
+            judged_at_s = min(now_s(), load.read_ends_at_s) if self._clock.is_shared else now_s()
+            self._try_tell(reading, ReadEnded(is_ok, load.failure), at_s=judged_at_s)
+        outcome = reading.fetch.outcome
+        if is_ok and outcome is Outcome.READ_OK:
+            self._stats.count("transfer_tokens", "read", by=load.num_tokens)
+            self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
+        elif is_ok and not reading.is_request_over:
+            self._loads[request_id] = load
+            self._fail(load, str(outcome))
+            return False
+        return True
 
     def end(self, request_id: str) -> None:
         """The request finished or was aborted."""
-        reading = self._readings.get(request_id)
-        if reading is None:
-            return
-        self._tell(reading, RequestEnded())
-        self._forget_if_over(reading, is_request_over=True)
+        reading = self._readings.pop(request_id, None)
+        if reading is not None:
+            reading.is_request_over = True
+            self._tell(reading, RequestEnded())
 
     def take_step(self) -> StepMetadata:
         """Orders collected since the last step."""
@@ -204,16 +243,29 @@ class Reader:
     def tick(self, now: float) -> float | None:
         """Let deadlines pass; the next one, or None."""
         next_at_s: float | None = None
-        for reading in list(self._readings.values()):
-            deadline_at_s = reading.fetch.next_deadline_at_s()
-            if deadline_at_s is not None and deadline_at_s <= now:
-                self._do(reading, reading.fetch.tick(now))
-                deadline_at_s = reading.fetch.next_deadline_at_s()
+        for reading in tuple(self._unsettled.values()):
+            deadline_at_s = self._tick_one(reading, now)
             if deadline_at_s is not None:
                 next_at_s = deadline_at_s if next_at_s is None else min(next_at_s, deadline_at_s)
         return next_at_s
 
     # -- doing ------------------------------------------------------------------------------------
+
+    def _tick_one(self, reading: _Reading, now: float) -> float | None:
+        deadline_at_s = reading.fetch.next_deadline_at_s()
+        if deadline_at_s is None or deadline_at_s > now:
+            return deadline_at_s
+        self._do(reading, reading.fetch.tick(now))
+        return reading.fetch.next_deadline_at_s()
+
+    def _try_tell(self, reading: _Reading, fact: Fact, *, at_s: float) -> bool:
+        try:
+            self._do(reading, reading.fetch.on(fact, now_s=at_s))
+        except Exception:
+            logger.exception("kvshuttle: %s: %r was not expected by %r", reading.request_id, fact, reading.fetch)
+            self._stats.count("internal_errors", type(fact).__name__)
+            reading.is_broken = True
+        return not reading.is_broken
 
     def _tell(self, reading: _Reading, fact: Fact) -> None:
         self._do(reading, reading.fetch.on(fact, now_s=now_s()))
@@ -222,31 +274,37 @@ class Reader:
         for action in actions:
             match action:
                 case SendAcquire():
-                    self._send(lambda side, a=action: self._acquire(side, reading, a))
+                    self._send(functools.partial(self._acquire, reading=reading, action=action))
                 case SendRenew():
                     on_reply = functools.partial(self._on_renewed, reading, action.ordinal)
                     self._request(reading, action.message, action.timeout_s, on_reply)
                 case SendRelease():
                     self._request(reading, action.message, _RELEASE_TIMEOUT_S, lambda _reply: None)
                 case StartRead():
-                    self._order(reading, action.plan, action.budget_s)
+                    self._order(reading, action)
                 case FailLoad():
-                    # An order without time is reported as failed by the workers, which is vLLM's only way in.
-                    reading.failure = str(action.outcome)
-                    self._order(reading, _unread_plan(self.destination(reading.request_id)), 0.0)
+                    self._fail(self._loads[reading.request_id], str(action.outcome))
         self._count_outcome(reading)
+        if reading.fetch.is_drained:
+            self._unsettled.pop(reading.request_id, None)
 
-    def _order(self, reading: _Reading, plan: BlockPlan, budget_s: float) -> None:
+    def _order(self, reading: _Reading, action: StartRead) -> None:
+        issued_at_s = now_s()
+        self._loads[reading.request_id].read_ends_at_s = issued_at_s + action.budget_s
         self._step.reads.append(
             ReadOrder(
                 request_id=reading.request_id,
                 incarnation=reading.fetch.source.incarnation,
-                plan=plan,
-                budget_s=budget_s,
-                issued_at_s=now_s(),
-                host=self._host_id,
+                plan=action.plan,
+                budget_s=action.budget_s,
+                issued_at_s=issued_at_s,
+                host=self._clock.host_id,
             )
         )
+
+    def _fail(self, load: _Load, reason: str) -> None:
+        load.failure = load.failure or reason
+        self._step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination))
 
     def _count_outcome(self, reading: _Reading) -> None:
         outcome = reading.fetch.outcome
@@ -256,13 +314,6 @@ class Reader:
         self._stats.count("transfers", "read", str(outcome))
         if outcome not in _SERVED and outcome is not Outcome.ABORTED:
             logger.warning("kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail)
-
-    def _forget_if_over(self, reading: _Reading, *, is_request_over: bool = False) -> None:
-        # A request that is still alive keeps its entry, so that a preemption does not fetch again.
-        if is_request_over:
-            reading.is_request_over = True
-        if reading.is_request_over and not reading.is_awaiting_workers:
-            self._readings.pop(reading.request_id, None)
 
     def _send(self, function: Callable[[Endpoint[Message]], None]) -> None:
         try:
@@ -275,22 +326,16 @@ class Reader:
         address = reading.fetch.source.address
         self._send(lambda side: side.request(address, message, timeout_s=timeout_s, on_reply=on_reply))
 
-    def _acquire(self, side: Endpoint[Message], reading: _Reading, action: SendAcquire) -> None:
+    def _acquire(self, side: Endpoint[Message], *, reading: _Reading, action: SendAcquire) -> None:
         source = reading.fetch.source
-        started_at_s = now_s()
         with self._lock:
-            known = self._peers.get(source.address)
-        if known is not None and known.incarnation == source.incarnation:
-            on_reply = functools.partial(self._on_acquire_reply, reading, started_at_s)
-            side.request(source.address, action.message, timeout_s=action.timeout_s, on_reply=on_reply)
-            return
-        hello = Hello(protocol_version=PROTOCOL_VERSION, sender=self._card.engine_id)
-        side.request(
-            source.address,
-            hello,
-            timeout_s=action.timeout_s,
-            on_reply=lambda reply: self._on_hello_reply(side, reading, action, reply),
-        )
+            is_known = self._peers.is_known(source.address, source.incarnation, now_s=now_s())
+        message: Message = action.message
+        on_reply: OnReply[Message] = functools.partial(self._on_acquire_reply, reading, now_s())
+        if not is_known:
+            message = Hello(protocol_version=PROTOCOL_VERSION, sender=self._card.engine_id)
+            on_reply = functools.partial(self._on_hello_reply, side, reading, action)
+        side.request(source.address, message, timeout_s=action.timeout_s, on_reply=on_reply)
 
     def _on_hello_reply(
         self, side: Endpoint[Message], reading: _Reading, action: SendAcquire, reply: Message | KvshuttleError
@@ -298,34 +343,18 @@ class Reader:
         if not isinstance(reply, HelloAck):
             self._fact(reading, PeerFailed(f"hello: {reply}"))
             return
-        denied = self._check_card(reply.card, reading.fetch.source.incarnation)
-        if denied is not None:
-            self._fact(reading, AcquireAnswered(denied))
+        source = reading.fetch.source
+        refusal = self._peers.refusal(reply.card, source.incarnation)
+        if refusal is not None:
+            self._fact(reading, AcquireAnswered(refusal))
             return
         with self._lock:
-            self._meet(reading.fetch.source.address, reply.card)
+            in_use = {each.fetch.source.incarnation for each in self._unsettled.values()}
+            self._peers.meet(source.address, reply.card, self._step, in_use=in_use, now_s=now_s())
             # The reading side may have given up while the hello was on its way.
             is_wanted = not reading.fetch.is_drained
         if is_wanted:
-            self._acquire(side, reading, action)
-
-    def _check_card(self, card: EngineCard, wanted_incarnation: str) -> Denied | None:
-        if card.incarnation != wanted_incarnation:
-            return Denied(DenyReason.OTHER_INCARNATION, f"{card.engine_id} is {card.incarnation} by now")
-        differences = self._card.fingerprint.differences(card.fingerprint)
-        if card.protocol_version != PROTOCOL_VERSION:
-            differences.insert(0, f"protocol_version: {PROTOCOL_VERSION} != {card.protocol_version}")
-        if differences:
-            return Denied(DenyReason.INCOMPATIBLE, "; ".join(differences))
-        return None
-
-    def _meet(self, address: str, card: EngineCard) -> None:
-        before = self._peers.get(address)
-        if before is not None and before.incarnation != card.incarnation:
-            self._step.gone.append(before.incarnation)
-        if before is None or before.incarnation != card.incarnation:
-            self._step.peers[card.incarnation] = card.workers
-        self._peers[address] = card
+            self._acquire(side, reading=reading, action=action)
 
     def _on_acquire_reply(self, reading: _Reading, started_at_s: float, reply: Message | KvshuttleError) -> None:
         with self._lock:
@@ -344,8 +373,3 @@ class Reader:
     def _fact(self, reading: _Reading, fact: Fact) -> None:
         with self._lock:
             self._tell(reading, fact)
-
-
-def _unread_plan(destination: tuple[int, ...]) -> BlockPlan:
-    runs = tuple(BlockRun(source_first=0, destination_first=block_id, num_blocks=1) for block_id in destination)
-    return BlockPlan(first_index=0, num_blocks=len(runs), runs=runs)

@@ -17,10 +17,11 @@ from kvshuttle.clock import now_s
 from kvshuttle.connector import fingerprint as fp
 from kvshuttle.connector import vllm_compat
 from kvshuttle.connector.holder import Holder
-from kvshuttle.connector.reader import Reader
+from kvshuttle.connector.reader import EngineClock, Reader
 from kvshuttle.connector.service import SideChannelService
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
+from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.ledger import LeaseLedger
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, EngineCard, Message
 from kvshuttle.handoff.params import DecodeLeg, Leg, PrefillLeg, parse_leg
@@ -57,6 +58,11 @@ class SchedulerHalf:
         host_id: str,
     ) -> None:
         fp.check_supported(vllm_config, kv_cache_config)
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            logger.warning(
+                "kvshuttle: kv_load_failure_policy is %r: requests whose KV cannot be read get errors", policy
+            )
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
@@ -104,10 +110,10 @@ class SchedulerHalf:
             workers=tuple(handshake.card for handshake in ranks),
         )
         ledger = LeaseLedger(incarnation=self._incarnation, fingerprint=own, mint=lambda: LeaseId(mint("lease")))
-        self._holder = Holder(ledger, lease_s=self._config.lease_s)
+        holder = self._holder = Holder(ledger, lease_s=self._config.lease_s)
         if self._pool is not None:
-            self._holder.bind_pool(self._pool)
-        self._service = SideChannelService(card, ledger, lock=self._lock, load=self._load)
+            holder.bind_pool(self._pool)
+        self._service = SideChannelService(card, holder, lock=self._lock, load=self._load)
         endpoint = Endpoint(
             codec=MessageCodec(),
             secret=self._secret,
@@ -120,9 +126,8 @@ class SchedulerHalf:
             port += int(getattr(self._vllm_config.parallel_config, "data_parallel_index", 0) or 0)
         address = endpoint.bind(self._config.side_channel_host, port)
         self._side = SideChannelThread(endpoint, tick=self._tick, name="kvshuttle-side")
-        self._reader = Reader(
-            self._config, card=card, side=self._side, stats=self._stats, lock=self._lock, host_id=self._host_id
-        )
+        clock = EngineClock(self._host_id, is_shared=all(each.host_id == self._host_id for each in ranks))
+        self._reader = Reader(self._config, card=card, clock=clock, side=self._side, stats=self._stats, lock=self._lock)
         self._side.start()
         logger.info(
             "kvshuttle %s: engine %s (%s) listens on %s, vLLM %s",
@@ -138,24 +143,21 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived: read its params, and ask the holder at once when it is a decode leg."""
+        leg, problem = self._leg_of(request)
+        chain = self._prompt_chain(request) if isinstance(leg, DecodeLeg) else None
         with self._lock:
             self._live_requests.add(request.request_id)
             self._return_blocks()
-            try:
-                leg = parse_leg(request.kv_transfer_params)
-            except ValueError as error:
-                logger.warning("kvshuttle: %s computes locally: %s", request.request_id, error)
+            if problem:
+                logger.warning("kvshuttle: %s computes locally: %s", request.request_id, problem)
                 self._stats.count("rejected_params")
-                return
             if leg is None or self._reader is None:
                 return
             self._legs[request.request_id] = leg
-            if isinstance(leg, DecodeLeg):
-                chain = self._prompt_chain(request)
-                if chain is None:
-                    self._stats.count("transfers", "read", "prompt_without_tokens")
-                else:
-                    self._reader.begin(request.request_id, leg, chain)
+            if isinstance(leg, DecodeLeg) and chain is not None:
+                self._reader.begin(request.request_id, leg, chain)
+            elif isinstance(leg, DecodeLeg):
+                self._stats.count("transfers", "read", "prompt_without_tokens")
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind the local prefix that a read would bring; None while the holder has not answered."""
@@ -164,7 +166,10 @@ class SchedulerHalf:
             if self._reader is None:
                 return 0, False
             num_tokens = self._reader.offer(request.request_id, num_computed_tokens)
-            return num_tokens, bool(num_tokens)
+        if num_tokens and num_computed_tokens + num_tokens > request.num_tokens:
+            # vLLM asserts this, and the engine would die of it.
+            raise LocalProtocolError(f"{num_tokens} tokens were offered for {request.num_tokens}")
+        return num_tokens, bool(num_tokens)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: order the read, or tell the holder that there is nothing to read."""
@@ -189,19 +194,18 @@ class SchedulerHalf:
         with self._lock:
             if self._reader is None or self._holder is None:
                 return
-            report = output.kv_connector_worker_meta
-            if isinstance(report, WorkerReport):
-                for request_id, num_ranks in report.undrained.items():
-                    for _ in range(num_ranks):
-                        self._holder.quarantine(request_id, self._reader.destination(request_id))
-                for request_id, num_ranks in report.drained.items():
-                    self._holder.lift_quarantine(request_id, num_ranks)
-                self._reader.note_failures(report.failed)
-            for request_id in set(output.finished_recving or ()):
-                if not self._reader.settle(request_id):
-                    logger.error("kvshuttle: vLLM must not see an unexpected completion of %s", request_id)
-                    self._stats.count("internal_errors", "unexpected_completion")
+            if isinstance(output.kv_connector_worker_meta, WorkerReport):
+                self._take_report(output.kv_connector_worker_meta, self._reader, self._holder)
+            for request_id in tuple(output.finished_recving or ()):
+                is_expected = self._reader.is_loading(request_id)
+                if not self._reader.settle(request_id) and output.finished_recving:
                     output.finished_recving.discard(request_id)
+                if not is_expected:
+                    self._complain_of_completion(request_id)
+            for request_id in tuple(output.finished_sending or ()):
+                # This connector never delays a free, so nobody waits for this.
+                output.finished_sending = set()
+                self._complain_of_completion(request_id)
             self._return_blocks()
 
     def on_request_finished(
@@ -214,15 +218,27 @@ class SchedulerHalf:
         with self._lock:
             self._live_requests.discard(request.request_id)
             leg = self._legs.pop(request.request_id, None)
-            if self._reader is None or self._holder is None:
-                return False, None
-            self._reader.end(request.request_id)
-            if not isinstance(leg, PrefillLeg) or not vllm_compat.is_answered(request):
-                return False, None
-            chain = self._prompt_chain(request)
-            if chain is None:
-                return False, None
-            return False, self._holder.hold(leg, chain=chain, block_ids=block_ids[0], now_s=now_s())
+            if self._reader is not None:
+                self._reader.end(request.request_id)
+        if not isinstance(leg, PrefillLeg) or not vllm_compat.is_answered(request):
+            return False, None
+        chain = self._prompt_chain(request)
+        if chain is None or self._holder is None:
+            return False, None
+        # A request that was preempted in its last step has been answered and has no blocks any more.
+        computed = block_ids[0] if request.num_computed_tokens >= chain.num_tokens else []
+        with self._lock:
+            return False, self._holder.hold(leg, chain=chain, block_ids=computed, now_s=now_s())
+
+    def return_blocks(self) -> bool:
+        """Memory is short: give the pool what is due to it. True when that was anything."""
+        with self._lock:
+            return self._return_blocks() > 0
+
+    def reset(self) -> bool:
+        """vLLM's caches lose their meaning (new weights): nothing held may be lent any more. False: try again."""
+        with self._lock:
+            return self._holder is None or self._holder.drop_all(now_s())
 
     def take_stats(self) -> ShuttleStats | None:
         """Metrics since the last step."""
@@ -241,9 +257,27 @@ class SchedulerHalf:
         with self._lock:
             self._stats.count("internal_errors", hook)
 
-    def _return_blocks(self) -> None:
-        if self._holder is not None:
-            self._holder.return_freed(now_s())
+    def _return_blocks(self) -> int:
+        return self._holder.return_freed(now_s()) if self._holder is not None else 0
+
+    def _take_report(self, report: WorkerReport, reader: Reader, holder: Holder) -> None:
+        # Before vLLM frees the destinations of what failed.
+        for request_id, num_ranks in report.undrained.items():
+            for _ in range(num_ranks):
+                holder.quarantine(request_id, reader.destination(request_id))
+        for request_id, num_ranks in report.drained.items():
+            holder.lift_quarantine(request_id, num_ranks)
+        reader.note_failures(report.failed)
+
+    def _complain_of_completion(self, request_id: str) -> None:
+        logger.error("kvshuttle: kept an unexpected completion of %s from vLLM", request_id)
+        self._stats.count("internal_errors", "unexpected_completion")
+
+    def _leg_of(self, request: Request) -> tuple[Leg | None, str]:
+        try:
+            return parse_leg(request.kv_transfer_params), ""
+        except ValueError as error:
+            return None, str(error)
 
     def _prompt_chain(self, request: Request) -> TokenChain | None:
         token_ids = request.prompt_token_ids

@@ -23,8 +23,8 @@ from kvshuttle.handoff.messages import (
 if TYPE_CHECKING:
     import threading
 
+    from kvshuttle.connector.holder import Holder
     from kvshuttle.connector.stats import ShuttleStats
-    from kvshuttle.handoff.ledger import LeaseLedger
 
 Load = Callable[[], tuple[int, int, int, int]]
 """Running requests, waiting requests, blocks, free blocks."""
@@ -33,9 +33,10 @@ Load = Callable[[], tuple[int, int, int, int]]
 class SideChannelService:
     """Answers peers and routers. ``answer`` runs in the side channel's thread."""
 
-    def __init__(self, card: EngineCard, ledger: LeaseLedger, *, lock: threading.RLock, load: Load) -> None:
+    def __init__(self, card: EngineCard, holder: Holder, *, lock: threading.RLock, load: Load) -> None:
         self._card = card
-        self._ledger = ledger
+        self._holder = holder
+        self._ledger = holder.ledger
         self._lock = lock
         self._load = load
         self._counted: dict[tuple[str, str], int] = {}
@@ -82,6 +83,8 @@ class SideChannelService:
                 self._counted[name, outcome] = total
 
     def _status(self) -> StatusReport:
+        # An idle engine runs no hook, so what has ended by now would still look held.
+        self._holder.expire(now_s())
         num_running, num_waiting, num_blocks, num_free_blocks = self._load()
         return StatusReport(
             engine_id=self._card.engine_id,
@@ -89,7 +92,7 @@ class SideChannelService:
             num_running=num_running,
             num_waiting=num_waiting,
             num_blocks=num_blocks,
-            num_free_blocks=num_free_blocks,
+            num_free_blocks=num_free_blocks + self._holder.num_returnable_blocks(),
             num_held_blocks=self._ledger.num_held_blocks,
             num_holdings=self._ledger.num_holdings,
             num_leases=self._ledger.num_leases,

@@ -33,14 +33,27 @@ class ReadOrder:
     host: str
 
 
+@dataclass(frozen=True, slots=True)
+class FailedLoad:
+    """A load that vLLM waits for and that will not be read: the workers report it as failed, vLLM's only way in.
+
+    ``block_ids``: its destination.
+    """
+
+    request_id: str
+    reason: str
+    block_ids: tuple[int, ...]
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler half to worker halves, every step.
 
-    ``peers``: cards of engines not named before, by incarnation. ``gone``: incarnations to forget.
+    ``peers``: cards of engines not named before, by incarnation. ``gone``: incarnations to forget, before that.
     """
 
     reads: list[ReadOrder] = field(default_factory=list)
+    failed_loads: list[FailedLoad] = field(default_factory=list)
     peers: dict[str, tuple[WorkerCard, ...]] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
 
@@ -69,7 +82,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """Worker half to scheduler half, once, after the KV caches exist."""
+    """Worker half to scheduler half, once, after the KV caches exist. ``host_id``: names the clock it lives by."""
 
     card: WorkerCard
     kv_layout: str
+    host_id: str

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
@@ -98,13 +99,30 @@ def unpin(pool: BlockPool, block_ids: Iterable[int]) -> None:
     pool.free_blocks([pool.blocks[block_id] for block_id in reversed(tuple(block_ids))])
 
 
-def attention_isa(dtype: Any, block_size_tokens: int, head_size: int, cache_dtype: str) -> str:
-    """Order of bytes in a CPU page: K is packed for the instruction set. "" off the CPU backend."""
+def page_content(vllm_config: VllmConfig, spec: Any, *, is_cpu: bool) -> str:
+    """What decides the meaning of a page's bytes besides its shape, as text that two engines compare.
+
+    That is the attention backend, vLLM's minor release (backends change their packing without telling), and on the
+    CPU the instruction set that K is packed for.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    parts = sorted(str(backend.get_name()) for backend in get_current_attn_backends(vllm_config))
+    if is_cpu:
+        parts.append(_attention_isa(spec, vllm_config.cache_config.cache_dtype))
+    parts.append("vllm-" + ".".join(vllm_version().split(".")[:2]))
+    return ",".join(part for part in parts if part)
+
+
+def _attention_isa(spec: Any, cache_dtype: str) -> str:
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     except ImportError:
         return ""
-    try:
-        return str(_get_attn_isa(dtype, block_size_tokens, head_size, cache_dtype))
-    except TypeError:  # before the cache dtype was an argument
-        return str(_get_attn_isa(dtype, block_size_tokens, head_size))
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype))
+
+
+def kv_dtype(spec: Any, cache_dtype: str) -> str:
+    """Type of a cached element. Kinds of fp8 share one storage type, so the configured name counts for them."""
+    stored = f"{spec.dtype}".removeprefix("torch.")
+    return f"{stored}/{cache_dtype}" if cache_dtype.startswith("fp8") else stored

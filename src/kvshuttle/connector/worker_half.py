@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvshuttle.clock import now_s
 from kvshuttle.connector import vllm_compat
-from kvshuttle.connector.comm_thread import CommThread, CommThreadOptions, DrainedRead, ReadResult
+from kvshuttle.connector.comm_thread import CommThread, CommThreadOptions
 from kvshuttle.connector.kv_layout import kv_memory
+from kvshuttle.connector.reads import DrainedRead, ReadOutcome, ReadResult
 from kvshuttle.connector.stats import ShuttleStats
-from kvshuttle.connector.step_metadata import ReadOrder, StepMetadata, WorkerHandshake, WorkerReport
+from kvshuttle.connector.step_metadata import FailedLoad, StepMetadata, WorkerHandshake, WorkerReport
 from kvshuttle.ids import mint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from kvshuttle.config import ConnectorConfig
+    from kvshuttle.connector.comm_thread import TransportFactory
+    from kvshuttle.handoff.block_plan import BlockPlan
     from kvshuttle.handoff.messages import Message
     from kvshuttle.transport import Transport
     from kvshuttle.transport.endpoint import Endpoint
@@ -26,41 +31,73 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIRECTION = "read"
+_STUCK_GRACE_S = 5.0
+"""The comm thread ends a read when its budget is over. This much later it must be stuck in a transport call."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Which worker this is. ``host_id``: names the monotonic clock of this host. ``secret``: the side channel's."""
+
+    rank: int
+    host_id: str
+    secret: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """An order without a result. At ``give_up_at_s`` it gets one, whatever the comm thread does."""
+
+    block_ids: tuple[int, ...]
+    give_up_at_s: float
 
 
 class WorkerHalf:
-    """One rank's share of the connector. All methods run in the worker's main thread."""
+    """One rank's share of the connector. All methods run in the worker's main thread.
 
-    def __init__(self, config: ConnectorConfig, *, rank: int, secret: bytes | None, host_id: str) -> None:
+    ``transport_factory``: makes the transport, in the comm thread; NIXL as configured when None.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, place: WorkerPlace, *, transport_factory: TransportFactory | None = None
+    ) -> None:
         self._config = config
-        self._rank = rank
-        self._secret = secret
-        self._host_id = host_id
+        self._place = place
+        self._transport_factory = transport_factory or self._make_nixl
         self._comm: CommThread | None = None
         self._handshake: WorkerHandshake | None = None
+        self._kv_caches: Mapping[str, Tensor] = {}
         self._stats = ShuttleStats()
         self._report = WorkerReport()
         self._last_step: StepMetadata | None = None
-        self._pending: dict[str, ReadOrder] = {}
+        self._pending: dict[str, _Pending] = {}
+        self._failed_loads: list[FailedLoad] = []
+        self._given_up: set[str] = set()
+        self._held_back: dict[str, ReadResult] = {}
         self._failed_block_ids: set[int] = set()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Tensor], *, num_blocks: int, isa: str) -> None:
-        """Register the KV memory and start the comm thread. Raises ``ConfigError`` when the layout is not supported."""
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor], *, num_blocks: int, page_content: str) -> None:
+        """Register the KV memory and start the comm thread.
+
+        ``page_content``: what else decides the meaning of a page's bytes. Raises ``ConfigError`` when the layout is
+        not supported.
+        """
         memory = kv_memory(kv_caches, num_blocks=num_blocks)
+        self._kv_caches = kv_caches
         options = CommThreadOptions(
-            rank=self._rank,
+            rank=self._place.rank,
             host=self._config.side_channel_host,
             advertise_host=self._config.advertise_host or self._config.side_channel_host,
-            host_id=self._host_id,
+            host_id=self._place.host_id,
             transit_allowance_s=self._config.submit_margin_s,
         )
         self._comm = CommThread(
-            memory, options, transport_factory=self._make_transport, endpoint_factory=self._make_endpoint
+            memory, options, transport_factory=self._transport_factory, endpoint_factory=self._make_endpoint
         )
         card = self._comm.start()
-        self._handshake = WorkerHandshake(card=card, kv_layout=f"{memory.layout}{'/' + isa if isa else ''}")
+        self._handshake = WorkerHandshake(card, kv_layout=f"{memory.layout}/{page_content}", host_id=options.host_id)
         logger.info(
-            "kvshuttle: rank %d registered %d regions, side channel %s", self._rank, len(card.regions), card.address
+            "kvshuttle: rank %d registered %d regions, side channel %s", card.rank, len(card.regions), card.address
         )
 
     def handshake(self) -> WorkerHandshake | None:
@@ -72,29 +109,28 @@ class WorkerHalf:
         if metadata is self._last_step or self._comm is None:
             return
         self._last_step = metadata
-        for incarnation, cards in metadata.peers.items():
-            self._comm.meet(incarnation, cards[self._rank])
+        # Before anything can fail: whatever is in here gets a result.
+        self._failed_loads += metadata.failed_loads
         for order in metadata.reads:
-            self._pending[order.request_id] = order
-            self._comm.order(order)
+            give_up_at_s = now_s() + order.budget_s + _STUCK_GRACE_S
+            self._pending[order.request_id] = _Pending(_destination(order.plan), give_up_at_s)
         for incarnation in metadata.gone:
             self._comm.forget(incarnation)
+        for incarnation, cards in metadata.peers.items():
+            self._comm.meet(incarnation, cards[self._place.rank])
+        for order in metadata.reads:
+            self._comm.order(order)
 
     def transfer_results(self) -> vllm_compat.TransferResults:
         """Requests whose reads ended since the last call; each request id comes once."""
         results = vllm_compat.TransferResults()
         if self._comm is None:
             return results
-        for outcome in self._comm.take():
+        for outcome in self._outcomes(self._comm):
             if isinstance(outcome, DrainedRead):
-                self._report.drained[outcome.request_id] += 1
-            elif outcome.request_id in self._pending:
-                order = self._pending.pop(outcome.request_id)
-                self._account(outcome)
-                results.finished_recving.add(outcome.request_id)
-                if outcome.reason:
-                    self._note_failed_blocks(order)
-                    results.failed_recving.add(outcome.request_id)
+                self._on_drained(outcome.request_id, results)
+            else:
+                self._on_result(outcome, results)
         return results
 
     def take_failed_block_ids(self) -> set[int]:
@@ -120,43 +156,96 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Stop the comm thread. Idempotent."""
-        if self._comm is not None:
-            self._comm.stop()
+        if self._comm is not None and not self._comm.stop():
+            logger.error("kvshuttle: %r did not stop; its memory stays mapped until the process ends", self._comm)
 
-    def _account(self, result: ReadResult) -> None:
+    def _outcomes(self, comm: CommThread) -> Iterator[ReadOutcome]:
+        yield from comm.take()
+        failed_loads, self._failed_loads = self._failed_loads, []
+        for load in failed_loads:
+            self._pending[load.request_id] = _Pending(load.block_ids, give_up_at_s=0.0)
+            yield ReadResult(load.request_id, load.reason)
+        if self._pending:
+            yield from self._give_up(comm)
+
+    def _give_up(self, comm: CommThread) -> Iterator[ReadOutcome]:
+        reason = "comm_thread_stuck" if comm.is_alive else "comm_thread_dead"
+        now = now_s()
+        for request_id, pending in tuple(self._pending.items()):
+            is_due = now >= pending.give_up_at_s or not comm.is_alive
+            if is_due and request_id not in self._given_up:
+                logger.error("kvshuttle: read for %s has no result: %s", request_id, reason)
+                self._given_up.add(request_id)
+                yield ReadResult(request_id, reason, is_drained=False)
+
+    def _on_result(self, result: ReadResult, results: vllm_compat.TransferResults) -> None:
+        pending = self._pending.get(result.request_id)
+        if pending is None:
+            self._on_late_result(result, results)
+            return
+        if not result.is_drained:
+            if not vllm_compat.HAS_TRANSFER_RESULTS:
+                # These releases recompute into the very blocks that the read may still write to: wait for its end.
+                self._held_back.setdefault(result.request_id, result)
+                return
+            self._report.undrained[result.request_id] += 1
+        self._settle(pending, self._held_back.pop(result.request_id, result), results)
+
+    def _on_late_result(self, result: ReadResult, results: vllm_compat.TransferResults) -> None:
+        """The comm thread came round after it was given up: all that counts now is what its read may still write."""
+        if result.request_id in self._given_up:
+            self._given_up.discard(result.request_id)
+            if result.is_drained:
+                self._on_drained(result.request_id, results)
+
+    def _on_drained(self, request_id: str, results: vllm_compat.TransferResults) -> None:
+        held_back = self._held_back.pop(request_id, None)
+        if held_back is None:
+            self._report.drained[request_id] += 1
+        else:
+            self._settle(self._pending[request_id], held_back, results)
+
+    def _settle(self, pending: _Pending, result: ReadResult, results: vllm_compat.TransferResults) -> None:
+        del self._pending[result.request_id]
+        if not vllm_compat.HAS_TRANSFER_RESULTS:
+            self._given_up.discard(result.request_id)
+        results.finished_recving.add(result.request_id)
         if result.reason:
+            results.failed_recving.add(result.request_id)
             self._report.failed[result.request_id] = result.reason
             self._stats.count("transfer_failures", _DIRECTION, result.reason)
-            if not result.is_drained:
-                self._report.undrained[result.request_id] += 1
+            if not vllm_compat.HAS_TRANSFER_RESULTS:
+                self._failed_block_ids.update(pending.block_ids)
             return
         self._stats.count("transfer_bytes", _DIRECTION, by=result.num_bytes)
         self._stats.observe("transfer_descriptors", _DIRECTION, value=result.num_descriptors)
         self._stats.observe("transfer_post_seconds", _DIRECTION, value=result.post_s)
         self._stats.observe("transfer_wire_seconds", _DIRECTION, value=result.wire_s)
 
-    def _make_transport(self) -> Transport:
+    def _make_nixl(self) -> Transport:
         # Imported here: the API server imports this package too and must not load NIXL.
         from kvshuttle.transport.nixl import NixlTransport, prepare_environment
 
         prepare_environment(os.environ)
         return NixlTransport(
-            name=mint(f"kvshuttle-{self._rank}"),
+            name=mint(f"kvshuttle-{self._place.rank}"),
             backends=self._config.nixl_backends,
             backend_params=self._config.nixl_backend_params or None,
             has_progress_thread=self._config.nixl_progress_thread,
         )
 
     def _make_endpoint(self, handler: Callable[[Message], Message | None]) -> Endpoint[Message]:
-        from kvshuttle.clock import now_s
         from kvshuttle.handoff.wire import MessageCodec
         from kvshuttle.transport.endpoint import Endpoint
 
         return Endpoint(
-            codec=MessageCodec(), secret=self._secret, sender=f"worker-{self._rank}", handler=handler, now_s=now_s
+            codec=MessageCodec(),
+            secret=self._place.secret,
+            sender=f"worker-{self._place.rank}",
+            handler=handler,
+            now_s=now_s,
         )
 
-    def _note_failed_blocks(self, order: ReadOrder) -> None:
-        if not vllm_compat.HAS_TRANSFER_RESULTS:
-            for run in order.plan.runs:
-                self._failed_block_ids.update(range(run.destination_first, run.destination_first + run.num_blocks))
+
+def _destination(plan: BlockPlan) -> tuple[int, ...]:
+    return tuple(run.destination_first + offset for run in plan.runs for offset in range(run.num_blocks))

@@ -180,6 +180,10 @@ class LeaseLedger:
         freed, self._freed = self._freed, []
         return freed
 
+    def handles(self) -> tuple[Handle, ...]:
+        """Handles under which something can be acquired."""
+        return tuple(holdings[0].handle for holdings in self._by_handle.values())
+
     def next_deadline_at_s(self) -> float | None:
         """When ``expire`` next has something to look at; None when nothing is held."""
         return self._deadlines.next_at_s()
