@@ -1,7 +1,7 @@
 """What the router itself costs: CPU microseconds for each request and for each streamed chunk.
 
-Runs the real router against a bare upstream that plays both engines, with wrk as the client; all on loopback. The router
-has one core to itself, upstream and wrk share the other. Needs wrk (Debian: ``apt-get install wrk``).
+Runs the real router against a bare upstream that plays both engines, with wrk as the client; all on loopback. The
+router has one core to itself, upstream and wrk share the other. Needs wrk (Debian: ``apt-get install wrk``).
 
     python benchmarks/router_cost.py [--seconds 4] [--profile]
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import logging
 import re
 import shutil
 import signal
@@ -31,7 +31,7 @@ from kvshuttle.router.app import serve_until_signalled
 PROMPT_BYTES = 2000
 NUM_CHUNKS = 100
 CHUNK_GAP_S = 0.004
-CHUNK = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
+CHUNK = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":"%b"}],"kv_transfer_params":null}' % (
     b"x" * 300
 )
@@ -144,9 +144,7 @@ def cpu_s(pid: int) -> float:
 def measure(load: Load, port: int, pid: int, seconds: int, folder: Path) -> str:
     script = folder / "post.lua"
     body = json.dumps(load.body, separators=(",", ":"))
-    script.write_text(
-        f"wrk.method='POST'\nwrk.headers['content-type']='application/json'\nwrk.body=[==[{body}]==]\n"
-    )
+    script.write_text(f"wrk.method='POST'\nwrk.headers['content-type']='application/json'\nwrk.body=[==[{body}]==]\n")
     command = ["wrk", "-t1", f"-c{load.connections}", f"-d{seconds}s", "--latency", "-s", str(script)]
     before_s = cpu_s(pid)
     started_at_s = time.monotonic()
@@ -183,8 +181,6 @@ def main() -> int:
     if arguments.role == "upstream":
         uvloop.run(run_upstream())
     if arguments.role == "router":
-        import logging
-
         logging.basicConfig(level=logging.INFO)
         uvloop.run(run_router(arguments.upstream_port, is_logging=arguments.log))
         return 0
