@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvshuttle.handoff import Offer, State
 from kvshuttle.ids import Handle
 from support.handoff_values import BLOCK_SIZE_TOKENS, LIMITS
-from support.pair import Clock, HandoffPair, Request
+from support.holder_engine import Clock
+from support.pair import HandoffPair, Request
 
 # Two hosts' clocks differ by at most MAX_CLOCK_RATE_SKEW, so each is off by less than half of it.
 CLOCKS = st.builds(Clock, offset_s=st.sampled_from([0.0, -1e6, 12345.678]), rate=st.sampled_from([1.0, 0.9991, 1.0009]))
@@ -207,9 +208,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def a_slow_read_ends(self, index: int, late_s: float, is_renewing: bool) -> None:
         """The holder's memory moves on just when the last bytes are copied."""
         request = self.pick(self.reading, index)
-        at_s = self.pair.holder.ledger.next_deadline_at_s()
-        if at_s is not None:
-            self.pair.world_s = max(self.pair.world_s, self.pair.holder.clock.world(at_s) + late_s)
+        self.pair.world_s = max(self.pair.world_s, self.pair.lease_end_s(request) + late_s)
         if is_renewing:
             self.pair.tick()
             self.pair.pump()
