@@ -24,6 +24,7 @@ import numpy as np
 from kvshuttle import clock
 from kvshuttle.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferFailed, TransportError
 from kvshuttle.transport import Operation, PeerName, Transfer, TransferStatus
+from kvshuttle.transport.posted import PostedTransfer
 from kvshuttle.transport.spans import check_pairs, check_spans
 
 if TYPE_CHECKING:
@@ -57,56 +58,13 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(key, value)
 
 
-class NixlTransfer:
-    """One posted NIXL transfer and what it cost.
+class NixlTransfer(PostedTransfer):
+    """A posted NIXL transfer. ``handle``: NIXL's own. ``is_lost``: NIXL cannot say any more how it stands."""
 
-    ``post_s``: seconds spent in ``post``; UCX copies within a host right there, so it may be the whole transfer.
-    ``posted_at_s``: instant just before. ``wire_s``: seconds from then until a final status was seen, or None while
-    pending. ``error``: why it failed, or "". ``is_ended``: NIXL has said that it does not touch memory any more.
-    """
+    __slots__ = ("handle", "is_lost")
 
-    __slots__ = (
-        "error",
-        "handle",
-        "is_ended",
-        "is_lost",
-        "num_bytes",
-        "num_descriptors",
-        "operation",
-        "peer",
-        "post_s",
-        "posted_at_s",
-        "status",
-        "wire_s",
-    )
-
-    def __init__(self, operation: Operation, peer: PeerName, handle: Any, num_descriptors: int, num_bytes: int) -> None:
-        self.handle = handle
-        self.operation = operation
-        self.peer = peer
-        self.num_descriptors = num_descriptors
-        self.num_bytes = num_bytes
-        self.posted_at_s = 0.0
-        self.post_s = 0.0
-        self.wire_s: float | None = None
-        self.status = TransferStatus.PENDING
-        self.error = ""
-        self.is_ended = False
-        self.is_lost = False
-
-    def __repr__(self) -> str:
-        return (
-            f"<NixlTransfer {self.operation.value} {self.peer} descriptors={self.num_descriptors}"
-            f" bytes={self.num_bytes} {self.status.value}{'' if self.is_ended else ' unended'}"
-            f"{f' error={self.error!r}' if self.error else ''}>"
-        )
-
-    def finish(self, status: TransferStatus, now_s: float, error: str = "") -> None:
-        """Take on a final status, unless there is one already."""
-        if self.status is TransferStatus.PENDING:
-            self.status = status
-            self.error = error
-            self.wire_s = now_s - self.posted_at_s
+    handle: Any
+    is_lost: bool
 
 
 @dataclass(slots=True)
@@ -228,8 +186,11 @@ class NixlTransport:
             raise TransferFailed(
                 f"preparing {operation.value} of {len(local)} spans with {peer}: {_text(error)}"
             ) from error
-        transfer = NixlTransfer(operation, peer, handle, len(local), num_bytes)
-        transfer.posted_at_s = started_at_s
+        transfer = NixlTransfer(
+            operation, peer, num_descriptors=len(local), num_bytes=num_bytes, posted_at_s=started_at_s
+        )
+        transfer.handle = handle
+        transfer.is_lost = False
         self._unreleased[id(transfer)] = transfer
         self._advance(transfer, lambda: agent.transfer(handle, notification))
         transfer.post_s = self._now_s() - started_at_s
