@@ -132,7 +132,7 @@ def _add_knobs(
         default = knob.default if knob.default is not MISSING else ""
         option = f"--{names.get(knob.name, knob.name.replace('_', '-'))}"
         text = meanings.get(knob.name, "").replace("``", "").replace("%", "%%")
-        shown = f" [{default}]" if default not in ("", (), True, False) or default == 0 else ""
+        shown = "" if isinstance(default, bool) or default in ("", ()) else f" [{default}]"
         common: dict[str, Any] = {
             "dest": knob.name,
             "default": argparse.SUPPRESS,

@@ -48,10 +48,16 @@ def run_up(config: LauncherConfig, around: Surroundings) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; returns the exit code. Raises ``ConfigError`` or ``LaunchFailed``."""
     stop = StopSignal()
     plan = prepare(config, around)
+    return serve_plan(plan, config, around, stop)
+
+
+def serve_plan(plan: FleetPlan, config: LauncherConfig, around: Surroundings, stop: StopSignal) -> int:
+    """Start ``plan``, look after it until ``stop``, end it. Raises ``LaunchFailed`` when it does not start."""
     with open_fleet(plan, config, around) as fleet:
         announce_start(plan, around)
         fleet.start(timeout_s=config.startup_timeout_s, is_cancelled=lambda: stop.is_set)
-        around.report(serving_notice(plan, around))
+        if plan.router is not None:
+            around.report(serving_notice(plan.model_name, plan.router.url, around))
         _look_after(fleet, config, around, stop)
         around.report("stopping")
     around.report("everything has stopped")
@@ -78,22 +84,21 @@ def announce_start(plan: FleetPlan, around: Surroundings) -> None:
     around.report(f"starting {engines}; this takes about a minute. Logs: {around.log_dir}")
 
 
-def serving_notice(plan: FleetPlan, around: Surroundings) -> str:
+def serving_notice(model_name: str, url: str, around: Surroundings) -> str:
     """The endpoint and a command to paste."""
-    assert plan.router is not None
     body = {
-        "model": plan.model_name,
+        "model": model_name,
         "stream": True,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     return "\n".join(
         [
             "",
-            f"Serving {plan.model_name} at {plan.router.url}/v1",
+            f"Serving {model_name} at {url}/v1",
             "",
             "Try it:",
             "",
-            f"  curl -N {plan.router.url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
             f"    -d '{json.dumps(body)}'",
             "",
             f"Logs: {around.log_dir}    Ctrl-C stops everything.",

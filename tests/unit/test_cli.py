@@ -1,0 +1,146 @@
+"""Arguments, configuration files and environment become configurations, or errors that name the option."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvshuttle import cli
+from kvshuttle.cli import attribute_docs, launcher_config_from, main, router_config_from
+from kvshuttle.config import Device, LauncherConfig, PrefillFailurePolicy, RouterConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENGINES = ["--prefill", "http://127.0.0.1:8100,127.0.0.1:14579", "--decode", "http://127.0.0.1:8200,127.0.0.1:14580"]
+
+
+def parse(*argv: str) -> Any:
+    return cli._build_parser().parse_args(argv)
+
+
+def test_up_without_options_is_the_default_configuration() -> None:
+    assert launcher_config_from(parse("up")) == LauncherConfig()
+
+
+def test_every_option_of_up_reaches_the_configuration() -> None:
+    args = parse(
+        *("up", "--model", "/m", "--prefill", "2", "--decode", "3", "--host", "0.0.0.0", "--port", "9000"),
+        *("--device", "cpu", "--dtype", "float32", "--kv-cache-gib", "4", "--max-model-len", "2048"),
+        *("--engine-arg", "--max-num-seqs 8", "--engine-arg=--seed=1", "--prefill-arg=--x", "--decode-arg=--y"),
+        *("--router-arg", "--max-attempts 2", "--connector-option", "lease_s=5", "--startup-timeout-s", "30"),
+        *("--connector-option", 'nixl_backends=["LIBFABRIC"]', "--no-restart", "--served-model-name", "m"),
+    )
+    assert launcher_config_from(args) == LauncherConfig(
+        model="/m",
+        served_model_name="m",
+        num_prefill=2,
+        num_decode=3,
+        host="0.0.0.0",
+        port=9000,
+        device=Device.CPU,
+        dtype="float32",
+        kv_cache_gib=4,
+        max_model_len=2048,
+        engine_args=("--max-num-seqs", "8", "--seed=1"),
+        prefill_args=("--x",),
+        decode_args=("--y",),
+        router_args=("--max-attempts", "2"),
+        connector_options={"lease_s": 5, "nixl_backends": ["LIBFABRIC"]},
+        startup_timeout_s=30.0,
+        is_restarting=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["up", "--port", "70000"], "--port: 0 to 65535, got 70000"),
+        (["up", "--prefill", "0"], "--prefill: 1 or more, got 0"),
+        (["up", "--kv-cache-gib", "0"], "--kv-cache-gib: 1 or more"),
+        (["up", "--max-model-len", "-1"], "--max-model-len: 1 or more"),
+        (["up", "--startup-timeout-s", "0"], "--startup-timeout-s: a number of seconds above 0"),
+        (["up", "--connector-option", "lease_s"], "--connector-option: write KEY=VALUE"),
+        (["up", "--connector-option", "lease=1"], "kv_connector_extra_config.lease: unknown key"),
+        (["up", "--connector-option", "side_channel_port=1"], "--connector-option side_channel_port: the launcher"),
+        (["router"], "at least one prefill engine is needed; name it with --prefill URL,SIDE"),
+        (["router", "--prefill", "localhost"], "write http://127.0.0.1:8100,127.0.0.1:14579 instead"),
+        (["router", *ENGINES, "--max-attempts", "0"], "max_attempts: 1 or more"),
+        (["router", "--config", "/nowhere.toml"], "--config: /nowhere.toml:"),
+        (["model", "gpt"], "model: gpt is not bundled; bundled are smollm2"),
+    ],
+)
+def test_a_wrong_setting_ends_with_code_2_and_names_the_option(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVSHUTTLE_CACHE", str(tmp_path))
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_option_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--frobnicate"])
+    assert ended.value.code == 2
+    assert "--frobnicate" in capsys.readouterr().err
+
+
+def test_the_routers_options_reach_its_configuration() -> None:
+    args = parse(
+        *("router", *ENGINES, "--port", "9000", "--max-attempts", "5", "--retry-pause-s", "0.5", "--no-log-requests"),
+        *("--prefill-failure-policy", "retry_then_fail", "--prefill-keep-field", "tool_choice"),
+    )
+    config = router_config_from(args)
+    assert [engine.name for engine in config.engines] == ["prefill-0", "decode-0"]
+    assert (config.port, config.max_attempts, config.retry_pause_s) == (9000, 5, 0.5)
+    assert config.prefill_failure_policy is PrefillFailurePolicy.RETRY_THEN_FAIL
+    assert config.prefill_keep_fields == ("tool_choice",)
+    assert not config.is_logging_requests
+
+
+def test_options_win_over_the_routers_file(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(
+        'port = 9000\nmax_attempts = 7\nprefill = ["http://a:1,a:2"]\ndecode = ["http://b:1,b:2", "http://c:1,c:2"]\n'
+    )
+    config = router_config_from(parse("router", "--config", str(file), "--port", "9001", *ENGINES[:2]))
+    assert (config.port, config.max_attempts) == (9001, 7)
+    assert [engine.side_address for engine in config.engines] == ["127.0.0.1:14579", "b:2", "c:2"]
+
+
+def test_an_unknown_key_in_the_routers_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("prot = 9000\n")
+    assert main(["router", "--config", str(file), *ENGINES]) == 2
+    assert "prot: unknown key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "config"), [("up", LauncherConfig), ("router", RouterConfig)])
+def test_every_knob_is_an_option_with_its_explanation_as_help(
+    command: str, config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    names = cli._UP_OPTION_NAMES if config is LauncherConfig else cli._ROUTER_OPTION_NAMES
+    explained = attribute_docs(config)
+    for knob in fields(config):
+        if knob.name != "engines":
+            assert f"--{names.get(knob.name, knob.name.replace('_', '-'))}" in shown
+            assert explained.get(knob.name, "").replace("``", "") in shown
+
+
+def test_every_knob_of_the_launcher_is_explained() -> None:
+    assert {knob.name for knob in fields(LauncherConfig)} == set(attribute_docs(LauncherConfig))
+
+
+def test_commands_for_our_own_processes_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "doctor" in shown
+    assert "guard" not in shown
+    assert "convert-gguf" not in shown
