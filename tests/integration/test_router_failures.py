@@ -226,3 +226,13 @@ def test_too_many_connections_to_an_engine_are_capacity_and_not_its_fault():
         assert one.metric("engine_up", engine="decode-0") == 1
         for client in clients:
             client.close()
+
+
+def test_health_probes_do_not_take_a_busy_engine_for_dead():
+    with cluster(max_engine_connections=1, unhealthy_after=1, max_attempts=1) as one:
+        one.decodes[0].script.append(hang)
+        client = one.send_post(COMPLETIONS, BODY)
+        one.wait_for(lambda: len(one.decodes[0].calls) == 1)
+        time.sleep(0.5)
+        assert one.metric("engine_up", engine="decode-0") == 1
+        client.close()

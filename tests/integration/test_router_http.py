@@ -253,4 +253,5 @@ def test_a_stop_cuts_off_what_does_not_end_in_time():
         assert one.run(one.router.stop(0.1)) is False
         assert not read_until_closed(client).endswith(b"0\r\n\r\n")
         one.wait_for(lambda: one.decodes[0].num_aborted == 1)
+        assert one.prefills[0].released == [one.prefills[0].calls[0].leg["transfer_id"]]
         client.close()

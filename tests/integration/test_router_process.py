@@ -39,7 +39,7 @@ class Process(Cluster):
         key = secret.encode() if secret else None
         self.threads = [side_channel_of(engine, key) for engine in (prefill, decode)]
         self.secret = secret
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
         super().__init__([prefill], [decode])
 
     def start_unpaired(self) -> None:

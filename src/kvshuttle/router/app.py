@@ -127,6 +127,9 @@ class Router:
         except RequestError as error:
             receipt.status = error.status
             raise
+        except Exception:
+            receipt.outcome = Outcome.UNAVAILABLE
+            raise
         finally:
             receipt.num_bytes = responder.num_bytes
             receipt.stages_s[Stage.TOTAL] = now_s() - started_at_s

@@ -232,7 +232,10 @@ class EnginePool:
                 _, connection = await self._loop.create_connection(
                     lambda: EngineConnection(self), self._host, self._port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as error:
+        except TimeoutError as error:
+            # A full backlog looks like this too, so the engine is not taken for dead.
+            raise LegError(FailureReason.TIMEOUT, "no connection in time") from error
+        except OSError as error:
             raise LegError(FailureReason.CONNECT, f"cannot connect: {type(error).__name__}") from error
         finally:
             self._num_connecting -= 1

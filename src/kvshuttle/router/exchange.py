@@ -39,7 +39,7 @@ class FailureReason(StrEnum):
     """Why a leg failed. Also the metric label."""
 
     CONNECT = "connect"
-    """Refused or not reachable: nothing was sent."""
+    """Refused or no route: nobody listens."""
     CAPACITY = "capacity"
     """All connections to the engine are in use."""
     RESET = "reset"

@@ -61,7 +61,8 @@ class Responder:
             framing = b""
             self._request.is_keep_alive = False
         self.num_bytes += len(data)
-        self._connection.write(self._head(status, headers, framing) + self._frame(data))
+        # An empty chunk would end the answer.
+        self._connection.write(self._head(status, headers, framing) + (self._frame(data) if data else b""))
 
     def write(self, data: bytes) -> None:
         """Further bytes of a streamed answer; never empty."""
@@ -204,10 +205,11 @@ class ClientConnection(asyncio.Protocol):
         if self._task is None and self._transport is not None:
             self._transport.close()
 
-    def abort(self) -> None:
-        """Drop the running request and the connection."""
+    def abort(self) -> asyncio.Task[None] | None:
+        """Drop the connection; returns the running request, which gets cancelled."""
         if self._transport is not None:
             self._transport.abort()
+        return self._task
 
     # --- private ---
 
@@ -319,8 +321,9 @@ class HttpServer:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()
         except TimeoutError:
-            for connection in list(self._connections):
-                connection.abort()
+            tasks = [task for connection in self._connections if (task := connection.abort()) is not None]
+            if tasks:
+                await asyncio.wait(tasks, timeout=_LINGER_S)
             return False
         finally:
             if self._sweeper is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import resource
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -51,6 +52,7 @@ def run_router(config: RouterConfig, *, secret: bytes | None = None, ready: Call
 
     ``ready`` gets the port once clients can connect. Raises ``ConfigError`` when the address cannot be had.
     """
+    _raise_open_files_limit()
     channel = SideChannel(secret)
     channel.start()
     announce = ready or functools.partial(logger.info, "listening on port %d")
@@ -63,3 +65,10 @@ def run_router(config: RouterConfig, *, secret: bytes | None = None, ready: Call
 
 def _refuse(_message: Message) -> Message:
     return Refused(reason="the router answers no requests")
+
+
+def _raise_open_files_limit() -> None:
+    """Every request holds two or three sockets, and the usual soft limit is 1024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

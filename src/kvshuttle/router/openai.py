@@ -8,6 +8,7 @@ the decode engine finds that the held tokens are not its own and computes them a
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -73,7 +74,7 @@ class InferenceRequest:
 
 
 def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
-    """Read and clean a body. Raises ``RequestError`` (400) when it is not a JSON object."""
+    """Read and clean a body. Raises ``RequestError`` (400) when it is not a JSON object, or nested too deeply."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -82,7 +83,7 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
         raise RequestError(f"The request body must be a JSON object, not {_json_type(fields)}.")
     was_cleaned = strip_internal_fields(fields)
     if was_cleaned:
-        body = orjson.dumps(fields)
+        body = _dump(fields)
     model = fields.get("model")
     traits = _traits(endpoint, fields, len(body))
     return InferenceRequest(endpoint, fields, body, model if isinstance(model, str) else "", traits, was_cleaned)
@@ -107,6 +108,7 @@ def prefill_body(request: InferenceRequest, params: dict[str, Any], keep: tuple[
     """The body of the prefill leg: the same prompt, one token, nothing that shapes output.
 
     ``params``: its ``kv_transfer_params``. ``keep``: fields not to drop, for chat templates that render them.
+    Raises ``RequestError`` when the body is nested too deeply.
     """
     fields = dict(request.fields)
     for name in _OUTPUT_FIELDS:
@@ -120,7 +122,7 @@ def prefill_body(request: InferenceRequest, params: dict[str, Any], keep: tuple[
             # Tools stay: the chat template renders them. An explicit null keeps them rendered without a grammar.
             fields["tool_choice"] = None
     fields["kv_transfer_params"] = params
-    return orjson.dumps(fields)
+    return _dump(fields)
 
 
 def decode_body(request: InferenceRequest, params: dict[str, Any] | None) -> bytes:
@@ -131,6 +133,17 @@ def decode_body(request: InferenceRequest, params: dict[str, Any] | None) -> byt
     assert head.endswith(b"}"), "a JSON object ends with a brace"
     comma = b"," if request.fields else b""
     return b'%b%b"kv_transfer_params":%b}' % (head[:-1], comma, orjson.dumps(params))
+
+
+def _dump(fields: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError:
+        # orjson reads 1024 levels but writes only 254.
+        try:
+            return json.dumps(fields).encode()
+        except RecursionError as error:
+            raise RequestError("The request body is nested too deeply.") from error
 
 
 def _forces_a_tool(tool_choice: object) -> bool:

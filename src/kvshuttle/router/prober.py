@@ -39,6 +39,7 @@ _MIN_PAUSE_S = 0.1
 _MODELS_REFRESH_PROBES = 30
 _MODELS_RETRY_PROBES = 5
 _RELEASE_AGAIN_S = 2.0
+_LAST_RELEASES_S = 0.5
 
 T = TypeVar("T")
 
@@ -58,28 +59,32 @@ class Prober:
         self._config = config
         self._registry = registry
         self._channel = channel
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._http_failures: dict[str, int] = {}
         self._side_failures: dict[str, int] = {}
 
     def start(self) -> None:
         """Begin probing every engine."""
         for engine in self._registry.engines.values():
-            self._spawn(self._watch_http(engine))
-            self._spawn(self._watch_side(engine))
+            _spawn(self._watch_http(engine), self._watches)
+            _spawn(self._watch_side(engine), self._watches)
 
     async def stop(self) -> None:
-        """End all probing."""
-        for task in list(self._tasks):
+        """End all probing, after a moment for releases that are under way."""
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=_LAST_RELEASES_S)
+        tasks = self._watches | self._releases
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, engine: Engine, handle: str, *, is_again: bool) -> None:
         """Tell an engine that nobody will fetch ``handle``.
 
         ``is_again``: its prefill may end after the release arrives, so say it once more a little later.
         """
-        self._spawn(self._release(engine, handle, is_again=is_again))
+        _spawn(self._release(engine, handle, is_again=is_again), self._releases)
 
     # --- HTTP ---
 
@@ -100,6 +105,8 @@ class Prober:
         try:
             status, _ = await self._get(engine, b"/health")
         except LegError as error:
+            if error.reason is FailureReason.CAPACITY:
+                return  # says nothing about the engine
             failures = self._http_failures.get(engine.name, 0) + 1
             self._http_failures[engine.name] = failures
             if error.reason is FailureReason.CONNECT or failures >= self._config.unhealthy_after:
@@ -186,7 +193,8 @@ class Prober:
                 await kick.wait()
         kick.clear()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

@@ -45,6 +45,20 @@ def test_nesting_without_end_is_the_clients_fault():
         parse_request(CHAT, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 
 
+@pytest.mark.parametrize("depth", [200, 300, 600])
+def test_deep_nesting_that_an_engine_could_read_is_served(depth):
+    body = b'{"remote_host":1,"tools":' + b"[" * depth + b"]" * depth + b"}"
+    request = parse_request(CHAT, body)
+    assert prefill_body(request, PARAMS).count(b"[") == depth
+    assert decode_body(request, PARAMS).count(b"[") == depth
+
+
+def test_nesting_too_deep_to_be_written_again_is_the_clients_fault():
+    request = parse_request(CHAT, b'{"tools":' + b"[" * 1020 + b"]" * 1020 + b"}")
+    with pytest.raises(RequestError, match="nested too deeply"):
+        prefill_body(request, PARAMS)
+
+
 def test_the_prefill_leg_of_an_empty_chat_request_has_only_what_is_forced():
     assert prefilled(CHAT, {}) == {
         "stream": False,
