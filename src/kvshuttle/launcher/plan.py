@@ -75,8 +75,8 @@ class ProcessPlan:
     @property
     def url(self) -> str:
         """Base URL, as a process on this machine reaches it."""
-        host = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "[::1]"}.get(self.host, self.host)  # noqa: S104 - compares, does not bind
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}.get(self.host, self.host)  # noqa: S104 - compares only
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,20 @@ def test_the_router_is_told_every_engine_in_words_that_its_configuration_takes()
     ]
 
 
-def test_a_router_on_all_interfaces_is_reached_over_loopback_from_here() -> None:
-    router = fleet(LauncherConfig(host="0.0.0.0")).router
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("router.local", "http://router.local:8000"),
+    ],
+)
+def test_a_router_on_all_interfaces_is_reached_over_loopback_from_here(host: str, expected: str) -> None:
+    router = fleet(LauncherConfig(host=host)).router
     assert router is not None
-    assert router.url == "http://127.0.0.1:8000"
+    assert router.url == expected
 
 
 def test_engines_listen_on_loopback_even_when_the_router_does_not() -> None:
