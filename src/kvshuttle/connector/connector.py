@@ -88,12 +88,16 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
 
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config, secret=secret, host_id=_host_id())
         else:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+            self._worker = self.make_worker_half(config, secret)
 
-            from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
+    def make_worker_half(self, config: ConnectorConfig, secret: bytes | None) -> WorkerHalf:
+        """This process's worker half."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-            place = WorkerPlace(get_tensor_model_parallel_rank(), host_id=_host_id(), secret=secret)
-            self._worker = WorkerHalf(config, place)
+        from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
+
+        place = WorkerPlace(get_tensor_model_parallel_rank(), host_id=_host_id(), secret=secret)
+        return WorkerHalf(config, place)
 
     def count_internal_error(self, hook: str) -> None:
         """Count an exception caught at the edge of ``hook``."""
@@ -225,11 +229,11 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
+    @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed reads, where vLLM has no other way to learn of them."""
-        if vllm_compat.HAS_TRANSFER_RESULTS or self._worker is None:
-            return set()
-        return self._worker.take_failed_block_ids()
+        failed = self._worker_half.take_failed_block_ids()
+        return set() if vllm_compat.HAS_TRANSFER_RESULTS else failed
 
     @guarded(_nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:

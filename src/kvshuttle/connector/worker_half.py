@@ -11,18 +11,19 @@ from kvshuttle.clock import now_s
 from kvshuttle.connector import vllm_compat
 from kvshuttle.connector.comm_thread import CommThread, CommThreadOptions
 from kvshuttle.connector.kv_layout import kv_memory
-from kvshuttle.connector.reads import DrainedRead, ReadOutcome, ReadResult
+from kvshuttle.connector.loads import Loads
 from kvshuttle.connector.stats import ShuttleStats
-from kvshuttle.connector.step_metadata import FailedLoad, StepMetadata, WorkerHandshake, WorkerReport
+from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshuttle.ids import mint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from kvshuttle.config import ConnectorConfig
     from kvshuttle.connector.comm_thread import TransportFactory
+    from kvshuttle.connector.reads import ReadResult
     from kvshuttle.handoff.block_plan import BlockPlan
     from kvshuttle.handoff.messages import Message
     from kvshuttle.transport import Transport
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIRECTION = "read"
-_STUCK_GRACE_S = 5.0
-"""The comm thread ends a read when its budget is over. This much later it must be stuck in a transport call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,6 @@ class WorkerPlace:
     rank: int
     host_id: str
     secret: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """An order without a result. At ``give_up_at_s`` it gets one, whatever the comm thread does."""
-
-    block_ids: tuple[int, ...]
-    give_up_at_s: float
 
 
 class WorkerHalf:
@@ -70,10 +61,7 @@ class WorkerHalf:
         self._stats = ShuttleStats()
         self._report = WorkerReport()
         self._last_step: StepMetadata | None = None
-        self._pending: dict[str, _Pending] = {}
-        self._failed_loads: list[FailedLoad] = []
-        self._given_up: set[str] = set()
-        self._held_back: dict[str, ReadResult] = {}
+        self._loads = Loads(is_failure_immediate=vllm_compat.HAS_TRANSFER_RESULTS)
         self._failed_block_ids: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor], *, num_blocks: int, page_content: str) -> None:
@@ -109,11 +97,12 @@ class WorkerHalf:
         if metadata is self._last_step or self._comm is None:
             return
         self._last_step = metadata
-        # Before anything can fail: whatever is in here gets a result.
-        self._failed_loads += metadata.failed_loads
+        # Before anything can fail: whatever is in here gets an end.
+        for load in metadata.failed_loads:
+            self._loads.fail(load)
         for order in metadata.reads:
-            give_up_at_s = now_s() + order.budget_s + _STUCK_GRACE_S
-            self._pending[order.request_id] = _Pending(_destination(order.plan), give_up_at_s)
+            block_ids = _destination(order.plan)
+            self._loads.expect(order.request_id, block_ids=block_ids, budget_s=order.budget_s, now_s=now_s())
         for incarnation in metadata.gone:
             self._comm.forget(incarnation)
         for incarnation, cards in metadata.peers.items():
@@ -126,11 +115,15 @@ class WorkerHalf:
         results = vllm_compat.TransferResults()
         if self._comm is None:
             return results
-        for outcome in self._outcomes(self._comm):
-            if isinstance(outcome, DrainedRead):
-                self._on_drained(outcome.request_id, results)
-            else:
-                self._on_result(outcome, results)
+        step = self._loads.settle(self._comm.take(), is_comm_alive=self._comm.is_alive, now_s=now_s())
+        for result in step.ended:
+            results.finished_recving.add(result.request_id)
+            self._count(result)
+        results.failed_recving.update(step.failures)
+        self._report.failed.update(step.failures)
+        self._report.undrained += step.undrained
+        self._report.drained += step.drained
+        self._failed_block_ids |= step.failed_block_ids
         return results
 
     def take_failed_block_ids(self) -> set[int]:
@@ -159,63 +152,9 @@ class WorkerHalf:
         if self._comm is not None and not self._comm.stop():
             logger.error("kvshuttle: %r did not stop; its memory stays mapped until the process ends", self._comm)
 
-    def _outcomes(self, comm: CommThread) -> Iterator[ReadOutcome]:
-        yield from comm.take()
-        failed_loads, self._failed_loads = self._failed_loads, []
-        for load in failed_loads:
-            self._pending[load.request_id] = _Pending(load.block_ids, give_up_at_s=0.0)
-            yield ReadResult(load.request_id, load.reason)
-        if self._pending:
-            yield from self._give_up(comm)
-
-    def _give_up(self, comm: CommThread) -> Iterator[ReadOutcome]:
-        reason = "comm_thread_stuck" if comm.is_alive else "comm_thread_dead"
-        now = now_s()
-        for request_id, pending in tuple(self._pending.items()):
-            is_due = now >= pending.give_up_at_s or not comm.is_alive
-            if is_due and request_id not in self._given_up:
-                logger.error("kvshuttle: read for %s has no result: %s", request_id, reason)
-                self._given_up.add(request_id)
-                yield ReadResult(request_id, reason, is_drained=False)
-
-    def _on_result(self, result: ReadResult, results: vllm_compat.TransferResults) -> None:
-        pending = self._pending.get(result.request_id)
-        if pending is None:
-            self._on_late_result(result, results)
-            return
-        if not result.is_drained:
-            if not vllm_compat.HAS_TRANSFER_RESULTS:
-                # These releases recompute into the very blocks that the read may still write to: wait for its end.
-                self._held_back.setdefault(result.request_id, result)
-                return
-            self._report.undrained[result.request_id] += 1
-        self._settle(pending, self._held_back.pop(result.request_id, result), results)
-
-    def _on_late_result(self, result: ReadResult, results: vllm_compat.TransferResults) -> None:
-        """The comm thread came round after it was given up: all that counts now is what its read may still write."""
-        if result.request_id in self._given_up:
-            self._given_up.discard(result.request_id)
-            if result.is_drained:
-                self._on_drained(result.request_id, results)
-
-    def _on_drained(self, request_id: str, results: vllm_compat.TransferResults) -> None:
-        held_back = self._held_back.pop(request_id, None)
-        if held_back is None:
-            self._report.drained[request_id] += 1
-        else:
-            self._settle(self._pending[request_id], held_back, results)
-
-    def _settle(self, pending: _Pending, result: ReadResult, results: vllm_compat.TransferResults) -> None:
-        del self._pending[result.request_id]
-        if not vllm_compat.HAS_TRANSFER_RESULTS:
-            self._given_up.discard(result.request_id)
-        results.finished_recving.add(result.request_id)
+    def _count(self, result: ReadResult) -> None:
         if result.reason:
-            results.failed_recving.add(result.request_id)
-            self._report.failed[result.request_id] = result.reason
             self._stats.count("transfer_failures", _DIRECTION, result.reason)
-            if not vllm_compat.HAS_TRANSFER_RESULTS:
-                self._failed_block_ids.update(pending.block_ids)
             return
         self._stats.count("transfer_bytes", _DIRECTION, by=result.num_bytes)
         self._stats.observe("transfer_descriptors", _DIRECTION, value=result.num_descriptors)
