@@ -211,6 +211,18 @@ def test_the_router_drops_a_handle_but_never_under_a_lease() -> None:
     assert made.take_freed() == [BLOCKS]
 
 
+def test_handles_are_listed_while_something_can_be_acquired_under_them() -> None:
+    made = holding_ledger()
+    made.hold(HANDLE, block_ids=(1,), chain=chain_of((1,)), duration_s=60.0, now_s=0.0)
+    made.hold(Handle("other"), block_ids=(2,), chain=chain_of((2,)), duration_s=60.0, now_s=0.0)
+    assert made.handles() == (HANDLE, "other")
+    lend(made)
+    made.release(Release(handles=(HANDLE,)), now_s=1.0)
+    assert made.handles() == ("other",)
+    made.expire(60.0)
+    assert made.handles() == ()
+
+
 def test_a_release_of_handles_without_drop_does_nothing() -> None:
     made = holding_ledger()
     made.release(Release(handles=(HANDLE,), drop=False), now_s=1.0)

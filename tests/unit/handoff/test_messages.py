@@ -101,6 +101,12 @@ def test_a_flipped_byte_decodes_or_is_the_peers_fault(message: Message, position
         codec.decode(bytes(payload))
 
 
+def test_a_refusal_is_told_from_an_answer() -> None:
+    codec = MessageCodec()
+    assert codec.refusal_reason(codec.refusal("bad version")) == "bad version"
+    assert codec.refusal_reason(Released()) is None
+
+
 def test_equal_fingerprints_have_no_differences_and_each_difference_names_both_values() -> None:
     assert FINGERPRINT.differences(FINGERPRINT) == []
     other = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8", num_layers=3)
