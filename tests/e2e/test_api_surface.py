@@ -47,8 +47,8 @@ def chat(**extra: Any) -> tuple[str, dict[str, Any]]:
 SAME = {
     "logprobs": completion(logprobs=3),
     "chat logprobs": chat(logprobs=True, top_logprobs=3),
-    "n=3": completion(n=3),
-    "chat n=3": chat(n=3),
+    "n=3": completion(n=3, temperature=1, top_k=1),
+    "chat n=3": chat(n=3, temperature=1, top_k=1),
     "a list of prompts": completion(prompt=[PROMPT, "Once upon a time", PROMPT + " a woman"]),
     "lists of token ids": completion(prompt=[[1, 2, 3, 4, 5], [6, 7, 8]]),
     "echo": completion(echo=True),
@@ -98,6 +98,7 @@ REFUSED = {
     "negative temperature": (*completion(temperature=-1), 400),
     "max_tokens of a wrong type": (*completion(max_tokens="many"), 400),
     "max_tokens below zero": (*completion(max_tokens=-1), 400),
+    "n=3 with greedy sampling": (*completion(n=3), 400),
     "unknown model": (*completion(model="nobody"), 404),
     "model of a wrong type": (*completion(model=7), 400),
     "over-long prompt": (*completion(prompt=PROMPT * 400), 400),
@@ -110,7 +111,7 @@ REFUSED = {
     "bad json_schema": (*chat(response_format={"type": "json_schema"}), 400),
 }
 
-SECRETS = ("127.0.0.1", "xfer-", "inc-", "prefill-0", "decode-0", "transfer_id", "remote_host", "lease")
+SECRETS = ("127.0.0.1", "xfer-", "inc-", "prefill-0", "decode-0", "transfer_id", "remote_host", "lease_")
 
 
 def comparable(body: Any) -> Any:
