@@ -236,3 +236,13 @@ def test_health_probes_do_not_take_a_busy_engine_for_dead():
         time.sleep(0.5)
         assert one.metric("engine_up", engine="decode-0") == 1
         client.close()
+
+
+def test_a_reset_of_the_only_engines_costs_an_attempt_and_not_the_disaggregation():
+    with cluster() as one:
+        one.post(COMPLETIONS, BODY)
+        one.prefills[0].script.append(reset_before_headers)
+        one.decodes[0].script.append(reset_before_headers)
+        assert one.post(COMPLETIONS, BODY).status == 200
+        assert one.decodes[0].calls[-1].leg["transfer_id"] == one.prefills[0].calls[-1].leg["transfer_id"]
+        assert one.metric("decisions_total", route="pair", reason="default") == 2

@@ -110,6 +110,11 @@ class EngineConnection(asyncio.Protocol):
 
     # --- httptools ---
 
+    def on_message_begin(self) -> None:
+        """An answer begins; a second one to the same request is none."""
+        if self._is_whole:
+            raise ValueError("two answers to one request")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header, or a trailer, which is of no use here."""
         self._num_head_bytes += len(name) + len(value)

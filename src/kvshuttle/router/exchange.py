@@ -190,7 +190,8 @@ class Exchange:
     def on_end(self) -> None:
         """The answer is whole and its connection free again."""
         self._connection = None
-        self.is_ended = True
+        # An answer that failed before its end, by its length for instance, stays failed.
+        self.is_ended = self._error is None
         self._wake()
 
     # --- private ---

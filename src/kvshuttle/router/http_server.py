@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvshuttle.router.http_text import DateHeader, Headers, Request, header_lines, status_line
 from kvshuttle.router.openai import error_body
 from kvshuttle.router.request_parser import Refusal, RequestParser
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from kvshuttle.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -205,11 +207,10 @@ class ClientConnection(asyncio.Protocol):
         if self._task is None and self._transport is not None:
             self._transport.close()
 
-    def abort(self) -> asyncio.Task[None] | None:
-        """Drop the connection; returns the running request, which gets cancelled."""
+    def abort(self) -> None:
+        """Drop the connection, which cancels its running request."""
         if self._transport is not None:
             self._transport.abort()
-        return self._task
 
     # --- private ---
 
@@ -222,7 +223,7 @@ class ClientConnection(asyncio.Protocol):
             if isinstance(arrival, Refusal):
                 self._send_refusal(arrival)
             else:
-                self._task = self.server.loop.create_task(self._answer(arrival))
+                self._task = self.server.spawn(self._answer(arrival))
         elif self._parser.wants_continue:
             self._parser.wants_continue = False
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -282,6 +283,7 @@ class HttpServer:
         self.loop = asyncio.get_running_loop()
         self.date = DateHeader()
         self._connections: set[ClientConnection] = set()
+        self._requests: set[asyncio.Task[None]] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._server: asyncio.Server | None = None
@@ -311,24 +313,33 @@ class HttpServer:
         if not self._connections:
             self._is_empty.set()
 
+    def spawn(self, answering: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a request."""
+        task = self.loop.create_task(answering)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+        return task
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and let running ones end; True when all did in time."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
             connection.close_soon()
+        is_clean = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()
         except TimeoutError:
-            tasks = [task for connection in self._connections if (task := connection.abort()) is not None]
-            if tasks:
-                await asyncio.wait(tasks, timeout=_LINGER_S)
-            return False
-        finally:
-            if self._sweeper is not None:
-                self._sweeper.cancel()
-        return True
+            is_clean = False
+            for connection in list(self._connections):
+                connection.abort()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._requests:
+            # Those whose clients are gone have been cancelled, and have handles to release.
+            await asyncio.wait(self._requests, timeout=_LINGER_S)
+        return is_clean
 
     async def _sweep(self) -> None:
         shortest_s = min(self.config.keep_alive_s, self.config.request_timeout_s, self.config.slow_client_timeout_s)

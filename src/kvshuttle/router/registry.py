@@ -189,8 +189,15 @@ class Registry:
 
     def set_models(self, engine: Engine, models: frozenset[str] | None) -> None:
         """Record the model names it serves."""
+        if engine.models == models:
+            return
         engine.models = models
         engine.changed()
+        for prefill in self.prefills:
+            for decode in self.decodes:
+                if prefill.models and decode.models and (lacking := decode.models - prefill.models):
+                    names = ", ".join(sorted(lacking))
+                    logger.warning("%s lacks models that %s serves: %s", prefill.name, decode.name, names)
 
     def _pair_up(self) -> None:
         differences = {}
