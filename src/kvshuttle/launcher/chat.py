@@ -85,12 +85,14 @@ def _events_of(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if response.status != 200:
             text = response.read(2000).decode(errors="replace")
             raise PeerUnreachable(f"{url} answered {response.status}: {text}")
-        for line in response:
-            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise PeerUnreachable(f"{url} broke the answer off: {event['error']}")
-                yield event
+        payloads = (line.removeprefix(b"data: ").strip() for line in response if line.startswith(b"data: "))
+        for payload in payloads:
+            if payload == b"[DONE]":
+                continue
+            event: dict[str, Any] = json.loads(payload)
+            if "error" in event:
+                raise PeerUnreachable(f"{url} broke the answer off: {event['error']}")
+            yield event
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise PeerUnreachable(f"{url}: {type(error).__name__}: {error}") from error
     finally:
