@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.errors import ConfigError, TransferFailed
 from kvshuttle.transport import Operation, PeerName, Transfer, TransferStatus, Transport
+from kvshuttle.transport.spans import check_pairs
 
 if TYPE_CHECKING:
     import random
@@ -148,7 +149,7 @@ class FaultyTransport:
         if is_refused:
             self._note(f"post #{index} refused")
             raise TransferFailed(f"injected: post #{index}")
-        num_descriptors, num_bytes = len(local), int(local[:, 1].sum())
+        num_descriptors, num_bytes = len(local), check_pairs(local, remote)
         if is_halved:
             local, remote = _first_half(local), _first_half(remote)
         inner = self._inner.post(
