@@ -14,10 +14,20 @@ from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck
 from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, parse_result, to_params
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from support.live import Live
 
 ANSWER_WITHIN_S = 15.0
 KV_MOVES_WITHIN_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _all_up_afterwards(live: Live) -> Iterator[None]:
+    """A failed test must not take the next ones with it."""
+    yield
+    for name in live.fleet.dead():
+        live.fleet.restart(name, timeout_s=300)
 
 
 def completion(live: Live, num_tokens: int, *, max_tokens: int = 8) -> dict[str, object]:

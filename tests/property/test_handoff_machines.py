@@ -155,15 +155,18 @@ class HandoffMachine(RuleBasedStateMachine):
             self.pair.admit(request, 0, offer)
 
     @precondition(lambda self: self.waiting)
-    @rule(index=INDEX, num_arriving=st.integers(0, 2))
-    def a_waiting_request_renews(self, index: int, num_arriving: int) -> None:
-        """Some of what is on the link by then arrives, the oldest first."""
-        at_s = self.pick(self.waiting, index).fetch.next_deadline_at_s()
-        assert at_s is not None
-        self.pair.world_s = max(self.pair.world_s, self.pair.reader_clock.world(at_s) + 1e-6)
-        self.pair.tick()
-        for _ in range(min(num_arriving, len(self.pair.link))):
-            self.pair.deliver()
+    @rule(index=INDEX, nums_arriving=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def a_waiting_request_renews(self, index: int, nums_arriving: list[int]) -> None:
+        """Each time, some of what is on the link by then arrives, the oldest first."""
+        request = self.pick(self.waiting, index)
+        for num_arriving in nums_arriving:
+            at_s = request.fetch.next_deadline_at_s()
+            if at_s is None:
+                return
+            self.pair.world_s = max(self.pair.world_s, self.pair.reader_clock.world(at_s) + 1e-6)
+            self.pair.tick()
+            for _ in range(min(num_arriving, len(self.pair.link))):
+                self.pair.deliver()
 
     @precondition(lambda self: self.asking)
     @rule(index=INDEX, num_local_blocks=st.sampled_from([0, 0, 1, 2]), delay_s=st.sampled_from([0.0, 0.0, 1.5, 28.5]))

@@ -145,14 +145,14 @@ class Live:
     def token_ids(self, num_tokens: int) -> list[int]:
         """A prompt of exactly so many tokens of natural text that no earlier prompt shares a block with."""
         salt = f"Entry {self.rng.randrange(10**9)}. "
-        text = salt + PROSE * (1 + num_tokens // 300)
+        text = salt + PROSE * (1 + num_tokens // 150)
         tokens: list[int] = post(self.plain_url, "/tokenize", {"model": MODEL_NAME, "prompt": text}).body["tokens"]
         assert len(tokens) >= num_tokens
         return tokens[:num_tokens]
 
     def messages(self, num_tokens: int) -> list[dict[str, str]]:
         """A chat whose rendered prompt has exactly so many tokens, by growing it word by word."""
-        words = f"Entry {self.rng.randrange(10**9)}. {PROSE * (1 + num_tokens // 300)}".split()
+        words = f"Entry {self.rng.randrange(10**9)}. {PROSE * (1 + num_tokens // 150)}".split()
         low, high = 1, len(words)
         while low < high:
             middle = (low + high + 1) // 2

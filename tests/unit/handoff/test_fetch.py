@@ -636,6 +636,22 @@ def test_limits_that_cannot_work_are_refused_by_name(field: str, value: float) -
         FetchLimits(**{**dataclasses.asdict(LIMITS), field: value})
 
 
+def test_an_answer_that_arrives_after_the_next_renewal_is_not_counted_from_that_one_through_the_pair() -> None:
+    pair = HandoffPair()
+    pair.hold(HANDLE, TOKENS)
+    request = pair.begin(HANDLE, TOKENS)
+    pair.pump()
+    for at_s in (10.001, 20.002):
+        pair.world_s = at_s
+        pair.tick()
+        pair.deliver(0)
+    pair.admit(request, 0, request.fetch.offer(0))
+    pair.world_s = pair.lease_end_s(request) + 1e-6
+    pair.collect()
+    pair.end_read(request)
+    assert request.fetch.outcome is Outcome.READ_TOO_LATE
+
+
 def test_a_restarted_peer_denies_and_the_request_recomputes_through_the_pair() -> None:
     pair = HandoffPair()
     pair.hold(HANDLE, TOKENS)
