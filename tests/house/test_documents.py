@@ -49,11 +49,6 @@ def test_every_generated_part_is_shown_somewhere() -> None:
     assert shown == set(docs_tables.PARTS)
 
 
-def test_the_protocol_page_is_current() -> None:
-    protocol_docs = script("protocol_docs")
-    assert protocol_docs.document() == text_of(protocol_docs.PATH), "run scripts/protocol_docs.py"
-
-
 @pytest.mark.parametrize(
     ("heading", "labels"),
     [
