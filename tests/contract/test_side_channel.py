@@ -45,7 +45,7 @@ class Answers:
         if isinstance(message, Hello):
             raise IncompatiblePeer("block_size_tokens: 16 != 128")
         if isinstance(message, StatusReport):
-            raise RuntimeError("a bug with internals at 0xdeadbeef")
+            raise TypeError("a bug with internals at 0xdeadbeef")
         return None
 
 
@@ -166,7 +166,21 @@ def test_a_reply_that_comes_too_late_is_counted_and_dropped(endpoints: Callable[
     assert ask(client, address, Status(), server) == REPORT
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1", "127.0.0.1:notaport", "127.0.0.1:99999999"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "nonsense",
+        "127.0.0.1",
+        "127.0.0.1:notaport",
+        "127.0.0.1:99999999",
+        "127.0.0.1:0",
+        "eth0;127.0.0.1:1",
+        "[::1",
+        "a b:1",
+        "../x:1",
+    ],
+)
 def test_an_address_that_is_none_is_reported_and_not_raised(
     endpoints: Callable[..., Endpoint[Message]], address: str
 ) -> None:
@@ -376,10 +390,10 @@ def test_an_oversize_frame_ends_its_connection_and_nothing_else(endpoints: Calla
     server, client = endpoints(answers), endpoints()
     address = server.bind("127.0.0.1", 0)
     with stranger(address) as dealer:
-        dealer.send(bytes(MAX_FRAME_BYTES + 1))
-        dealer.send(frame_of(Release(handles=("after",))))
+        dealer.send(frame_of(Release(handles=("x" * MAX_FRAME_BYTES,))))
         pump_for(0.3, server)
     assert not answers.seen
+    assert not server.counts
     assert ask(client, address, Status(), server) == REPORT
 
 

@@ -49,6 +49,7 @@ M = TypeVar("M")
 Failure = TransportError | RemoteProtocolError
 OnReply = Callable[[M | Failure], None]
 
+_MAX_PORT = 65535
 _MAX_PENDING = 4096
 """Requests in flight; one engine pair has a handful."""
 _MAX_FRAMES_PER_POLL = 64
@@ -133,6 +134,8 @@ class Endpoint(Generic[M]):
         Raises ``ConfigError`` when the host is not loopback and there is no secret, or the port is taken.
         """
         assert self._router is None, "an endpoint listens once"
+        if not 0 <= port <= _MAX_PORT:
+            raise ConfigError(f"side_channel_port: {port} is not between 0 and {_MAX_PORT}")
         resolved = _resolve(host, port)
         if not resolved.is_loopback and not self._sealer.is_keyed:
             raise ConfigError(
@@ -201,7 +204,8 @@ class Endpoint(Generic[M]):
                 self._on_reply_frame(link.address, data)
         now_s = self.now_s()
         self._expire(now_s)
-        self.counts["expired_unsent"] += self._links.flush(now_s)
+        if num_expired := self._links.flush(now_s):
+            self.counts["expired_unsent"] += num_expired
         self._links.close_idle(now_s, keep={pending.address for pending in self._pending.values()})
         settled, self._settled = self._settled, []
         for on_reply, reply in settled:

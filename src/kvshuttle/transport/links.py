@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,15 @@ _HEARTBEAT_TIMEOUT_MS = 10000
 _HIGH_WATER_FRAMES = 64
 
 
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[A-Za-z0-9]([\w.-]*\w)?):(\d{1,5})", re.ASCII)
+
+
+def is_address(address: str) -> bool:
+    """Whether ``address`` is ``host:port``. ZMQ itself would take a port modulo 65536, and more than an address."""
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and 0 < int(match[4]) <= 65535
+
+
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A sealed frame, not worth sending any more at ``expires_at_s``."""
@@ -40,6 +50,8 @@ class Link:
     __slots__ = ("_outbox", "_poller", "_socket", "address", "used_at_s")
 
     def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, now_s: float) -> None:
+        if not is_address(address):
+            raise PeerUnreachable(f"{address[:100]!r} is not a host:port")
         self.address = address
         self.used_at_s = now_s
         self._outbox: deque[Outgoing] = deque()
@@ -62,7 +74,7 @@ class Link:
             self._socket.connect(f"tcp://{address}")
         except zmq.ZMQError as error:
             self._socket.close()
-            raise PeerUnreachable(f"{address!r} is not a host:port: {error}") from error
+            raise PeerUnreachable(f"{address}: {error}") from error
         poller.register(self._socket, zmq.POLLIN)
 
     @property
