@@ -7,9 +7,10 @@ is better than refusing. Scores lie in [0, 1], more is better; the highest wins 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -32,8 +33,7 @@ class PlacementReason(StrEnum):
     NO_COMPATIBLE_PAIR = "no_compatible_pair"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(msgspec.Struct, frozen=True):
     """What the router believes of one engine at one instant.
 
     ``outstanding_*``: dispatched by this router and not answered. ``reported_requests``: running and waiting by the
@@ -52,8 +52,7 @@ class EngineView:
     peers: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """The engine picked (None: none can serve) and why."""
 
     engine: str | None

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import ssl
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
@@ -16,7 +17,6 @@ import orjson
 from kvshuttle.clock import now_s
 from kvshuttle.config import PrefillFailurePolicy
 from kvshuttle.errors import ConfigError, RequestError
-from kvshuttle.ids import mint
 from kvshuttle.router.drive import Drive, Routing
 from kvshuttle.router.engine_client import EnginePool, PoolLimits
 from kvshuttle.router.exchange import LegError
@@ -68,8 +68,7 @@ class Router:
             b"/health": (b"GET", self._health),
             b"/metrics": (b"GET", self._metrics),
             b"/v1/models": (b"GET", self._models),
-            Endpoint.CHAT.value.encode(): (b"POST", self._chat),
-            Endpoint.COMPLETIONS.value.encode(): (b"POST", self._completions),
+            **{endpoint.value.encode(): (b"POST", partial(self._infer, endpoint)) for endpoint in Endpoint},
         }
 
     def __repr__(self) -> str:
@@ -107,15 +106,9 @@ class Router:
         except RequestError as error:
             _send_error(responder, error, _allowed(method))
 
-    async def _chat(self, request: Request, responder: Responder) -> None:
-        await self._infer(Endpoint.CHAT, request, responder)
-
-    async def _completions(self, request: Request, responder: Responder) -> None:
-        await self._infer(Endpoint.COMPLETIONS, request, responder)
-
     async def _infer(self, endpoint: Endpoint, request: Request, responder: Responder) -> None:
         started_at_s = now_s()
-        receipt = Receipt(_request_id(request), endpoint, outcome=Outcome.CLIENT_ERROR)
+        receipt = Receipt(self._request_id(request), endpoint, outcome=Outcome.CLIENT_ERROR)
         try:
             parsed = parse_request(endpoint, request.body)
             receipt.model, receipt.num_tokens_estimated = parsed.model, parsed.traits.num_tokens
@@ -134,6 +127,13 @@ class Router:
             receipt.num_bytes = responder.num_bytes
             receipt.stages_s[Stage.TOTAL] = now_s() - started_at_s
             self.telemetry.finish(receipt)
+
+    def _request_id(self, request: Request) -> str:
+        """The client's id if it is fit for logs and headers, else a fresh one. It names, and opens nothing."""
+        given = request.header(b"x-request-id")
+        if given is not None and _REQUEST_ID.fullmatch(given):
+            return given.decode("ascii")
+        return f"req-{self._routing.rng.getrandbits(96):024x}"
 
     def _check_model(self, model: str) -> None:
         served = self.registry.served_models()
@@ -209,14 +209,6 @@ async def serve_until_signalled(config: RouterConfig, channel: EngineChannel, re
 def _pool(spec: EngineSpec, limits: PoolLimits) -> EnginePool:
     tls = ssl.create_default_context() if spec.is_tls else None
     return EnginePool(spec.host, spec.port, tls, limits)
-
-
-def _request_id(request: Request) -> str:
-    """The client's id if it is fit for logs and headers, else a fresh one."""
-    given = request.header(b"x-request-id")
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given.decode("ascii")
-    return mint("req")
 
 
 async def _not_found(request: Request, _responder: Responder) -> None:

@@ -34,7 +34,7 @@ class EngineConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._num_head_bytes = 0
         self._parts: list[bytes] = []
-        self._is_interim = self._is_whole = self._is_until_close = self._is_paused = False
+        self._is_interim = self._is_whole = self._is_paused = False
         self._is_reusable = False
         self.idle_since_s = 0.0
 
@@ -86,7 +86,7 @@ class EngineConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        if self._is_until_close and exc is None:
+        if exc is None and exchange.head is not None and exchange.head.is_until_close:
             exchange.on_end()
         else:
             exchange.fail(FailureReason.RESET, "the engine closed the connection before its answer was whole")
@@ -129,8 +129,6 @@ class EngineConnection(asyncio.Protocol):
         self._is_interim = status < 200
         if self._is_interim or self._exchange is None:
             return
-        names = {name for name, _ in headers}
-        self._is_until_close = status not in (204, 304) and not names & {b"content-length", b"transfer-encoding"}
         self._exchange.on_head(ResponseHead(status, headers))
 
     def on_body(self, data: bytes) -> None:
@@ -150,7 +148,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_whole = False
         self._headers, self._num_head_bytes = [], 0
         self.resume()
-        if self._is_reusable and not self._is_until_close:
+        if self._is_reusable:
             self._pool.give_back(self)
         else:
             self.close()
@@ -200,9 +198,8 @@ class EnginePool:
 
     def give_back(self, connection: EngineConnection) -> None:
         """A connection whose exchange has ended well."""
-        if connection.is_alive:
-            connection.idle_since_s = self._loop.time()
-            self._idle[connection] = None
+        connection.idle_since_s = self._loop.time()
+        self._idle[connection] = None
 
     def on_made(self, connection: EngineConnection) -> None:
         """A connection is open."""

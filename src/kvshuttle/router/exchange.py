@@ -69,6 +69,11 @@ class ResponseHead:
     status: int
     headers: Headers
 
+    @property
+    def is_until_close(self) -> bool:
+        """True when nothing but the end of the connection ends the body."""
+        return not (self.header(b"content-length") or self.header(b"transfer-encoding"))
+
     def header(self, name: bytes) -> bytes:
         """The first header of that (lower-case) name, or b""."""
         for key, value in self.headers:

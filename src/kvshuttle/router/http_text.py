@@ -70,13 +70,15 @@ def header_lines(headers: Headers) -> bytes:
 
 def for_engine(headers: Headers) -> bytes:
     """The client's headers that an engine may see, as lines."""
-    dropped = _NOT_TO_ENGINE | _named_by_connection(headers)
+    named = _named_by_connection(headers)
+    dropped = _NOT_TO_ENGINE | named if named else _NOT_TO_ENGINE
     return header_lines([header for header in headers if header[0] not in dropped])
 
 
 def for_client(headers: Headers) -> Headers:
     """An engine's headers that a client may see; length, date and server are the router's own."""
-    dropped = _NOT_TO_CLIENT | _named_by_connection(headers)
+    named = _named_by_connection(headers)
+    dropped = _NOT_TO_CLIENT | named if named else _NOT_TO_CLIENT
     return [header for header in headers if header[0] not in dropped]
 
 

@@ -120,6 +120,7 @@ class Registry:
         self._config = config
         self._now_s = now_s
         self._differences: dict[tuple[str, str], list[str]] = {}
+        self._served_models: frozenset[str] | None = None
         # Once for each verdict, not at every restart of an engine.
         self._logged: dict[tuple[str, str], list[str]] = {}
 
@@ -138,10 +139,7 @@ class Registry:
 
     def served_models(self) -> frozenset[str] | None:
         """Names that some decode engine serves; None when any engine's names are unknown."""
-        known = [engine.models for engine in self.decodes if engine.is_up]
-        if not known or None in known:
-            return None
-        return frozenset().union(*(models for models in known if models))
+        return self._served_models
 
     def num_pairs(self) -> int:
         """Pairs that could serve a request now."""
@@ -193,6 +191,7 @@ class Registry:
             return
         engine.models = models
         engine.changed()
+        self._gather_models()
         for prefill in self.prefills:
             for decode in self.decodes:
                 if prefill.models and decode.models and (lacking := decode.models - prefill.models):
@@ -220,6 +219,12 @@ class Registry:
         for engine in self.engines.values():
             engine.peers = frozenset(peers[engine.name])
             engine.changed()
+        self._gather_models()
+
+    def _gather_models(self) -> None:
+        known = [engine.models for engine in self.decodes if engine.is_up]
+        is_known = bool(known) and None not in known
+        self._served_models = frozenset().union(*(models for models in known if models)) if is_known else None
 
 
 def _up(*, is_up: bool) -> str:

@@ -1,6 +1,5 @@
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from kvshuttle.policy import EngineView, Placement, PlacementReason, place_decode, place_prefill
 
