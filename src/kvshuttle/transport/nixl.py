@@ -10,6 +10,10 @@ cases the rest of the bytes still landed in our memory once the peer went on. So
 end a transfer. One that NIXL calls pending is followed until NIXL says that it ended, whatever its owner was told;
 only then is its handle released and its peer really removed. The last resort is ``close``: it destroys the
 connections, after which nothing lands.
+
+Known weakness of UCX 1.5.1's READ where the holder's CPU answers it (TCP; shared memory without CMA): when the reader
+dies or closes in the middle of one while the holder is not polling, UCX may abort the holder's process (docs/decisions,
+0005). Reads over RDMA and CMA do not involve the holder, and WRITE fails cleanly at the side that posted it.
 """
 
 from __future__ import annotations
