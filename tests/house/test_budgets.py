@@ -27,7 +27,7 @@ def test_every_function_fits_its_line_budget() -> None:
     too_long = []
     for module in _modules(FOLDERS):
         budget = CORE_FUNCTION_LINES if module.where.startswith(CORE) else FUNCTION_LINES
-        for name, function in module.functions():
+        for name, function in module.functions:
             length = (function.end_lineno or function.lineno) - function.lineno + 1
             if length > budget:
                 too_long.append(f"{module.where}:{name}: {length} lines, the budget is {budget}")
@@ -48,7 +48,7 @@ def test_no_function_nests_deeper_than_three_blocks() -> None:
     too_deep = [
         f"{module.where}:{name}: {depth} blocks deep"
         for module in _modules(FILE_FOLDERS)
-        for name, function in module.functions()
+        for name, function in module.functions
         if (depth := _depth(function.body)) > NESTING
     ]
     assert not (found := _unexcused(too_deep)), listed(found)
@@ -58,7 +58,7 @@ def test_no_function_takes_more_than_eight_parameters() -> None:
     too_many = [
         f"{module.where}:{name}: {count} parameters"
         for module in _modules(FILE_FOLDERS)
-        for name, function in module.functions()
+        for name, function in module.functions
         if (count := _num_parameters(function)) > PARAMETERS
     ]
     assert not (found := _unexcused(too_many)), listed(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ TOLD_LEVELS = ("warning", "error", "exception", "critical")
 VARIABLE = re.compile(r"\bKVSHUTTLE_[A-Z_]+\b")
 
 
+@functools.cache
 def script(name: str) -> ModuleType:
     """A file of ``scripts/``, imported."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")

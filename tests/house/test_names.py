@@ -91,7 +91,7 @@ def _order(name: str) -> tuple[int, str]:
 
 def _tests() -> Iterator[tuple[Module, Function]]:
     for module in modules("tests"):
-        for _, function in module.functions():
+        for _, function in module.functions:
             if function.name.startswith("test_"):
                 yield module, function
 

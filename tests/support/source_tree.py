@@ -34,6 +34,7 @@ class Module:
         parts = self.path.relative_to(PACKAGE.parent).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
+    @functools.cached_property
     def functions(self) -> list[tuple[str, Function]]:
         """Every function with its qualified name, methods and inner functions included."""
         return _functions(self.tree, "")
