@@ -11,7 +11,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvshuttle.handoff import Offer, State
+from kvshuttle.handoff import Offer, Renew, Renewed, State
 from kvshuttle.ids import Handle
 from support.handoff_values import BLOCK_SIZE_TOKENS, LIMITS
 from support.holder_engine import Clock
@@ -155,18 +155,28 @@ class HandoffMachine(RuleBasedStateMachine):
             self.pair.admit(request, 0, offer)
 
     @precondition(lambda self: self.waiting)
-    @rule(index=INDEX, nums_arriving=st.lists(st.integers(0, 2), min_size=1, max_size=3))
-    def a_waiting_request_renews(self, index: int, nums_arriving: list[int]) -> None:
-        """Each time, some of what is on the link by then arrives, the oldest first."""
+    @rule(index=INDEX, is_answered=st.booleans())
+    def a_waiting_request_renews(self, index: int, is_answered: bool) -> None:
         request = self.pick(self.waiting, index)
-        for num_arriving in nums_arriving:
-            at_s = request.fetch.next_deadline_at_s()
-            if at_s is None:
-                return
+        self.come_to_its_deadline(request)
+        if is_answered:
+            self.pair.deliver_newest(request, Renew)
+            self.pair.deliver_newest(request, Renewed)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=INDEX)
+    def an_answer_comes_after_the_next_renewal(self, index: int) -> None:
+        request = self.pick(self.waiting, index)
+        self.come_to_its_deadline(request)
+        self.pair.deliver_newest(request, Renew)
+        self.come_to_its_deadline(request)
+        self.pair.deliver_newest(request, Renewed)
+
+    def come_to_its_deadline(self, request: Request) -> None:
+        at_s = request.fetch.next_deadline_at_s()
+        if at_s is not None:
             self.pair.world_s = max(self.pair.world_s, self.pair.reader_clock.world(at_s) + 1e-6)
             self.pair.tick()
-            for _ in range(min(num_arriving, len(self.pair.link))):
-                self.pair.deliver()
 
     @precondition(lambda self: self.asking)
     @rule(index=INDEX, num_local_blocks=st.sampled_from([0, 0, 1, 2]), delay_s=st.sampled_from([0.0, 0.0, 1.5, 28.5]))

@@ -169,6 +169,14 @@ class HandoffPair:
         if reply is not None:
             self.link.append(Envelope(envelope.request, reply, envelope.ordinal, is_reply=True))
 
+    def deliver_newest(self, request: Request, kind: type) -> None:
+        """Deliver a request's newest message of a kind, overtaking everything else; nothing when there is none."""
+        indices = [
+            index for index, each in enumerate(self.link) if each.request is request and isinstance(each.message, kind)
+        ]
+        if indices:
+            self.deliver(indices[-1])
+
     def lose(self, index: int = 0) -> None:
         self.link.pop(index)
 
