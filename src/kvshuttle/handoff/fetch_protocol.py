@@ -134,7 +134,10 @@ class NothingToRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """Every worker's read is over and touches no memory any more. ``is_ok``: all of them succeeded."""
+    """Every worker is done with the read. ``is_ok``: all of them succeeded.
+
+    Blocks that a failed read may still write to are kept out of use by the driver, beyond this machine's life.
+    """
 
     is_ok: bool
     detail: str = ""
@@ -174,7 +177,7 @@ class SendRelease:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read ``plan`` within ``budget_s``, then report ``ReadEnded``: nothing is submitted or running after it."""
+    """Read ``plan`` and report ``ReadEnded``; what has not completed within ``budget_s`` from now has failed."""
 
     plan: BlockPlan
     budget_s: float
