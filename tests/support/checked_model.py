@@ -1,4 +1,4 @@
-"""A model whose KV is a hash of the tokens before it, so that every forward pass can tell whether it reads the right KV."""
+"""A model whose KV is a hash of the tokens before it, so that each forward pass can tell whether it reads the right KV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class CheckedModel:
         self._block_size = block_size
         shape = (num_blocks, NUM_HEADS, block_size, 2 * HEAD_SIZE)
         self.caches: list[dict[str, torch.Tensor]] = [
-            {f"model.layers.{layer}.self_attn.attn": torch.zeros(shape, dtype=torch.int32) for layer in range(num_layers)}
+            {
+                f"model.layers.{layer}.self_attn.attn": torch.zeros(shape, dtype=torch.int32)
+                for layer in range(num_layers)
+            }
             for _ in range(num_ranks)
         ]
         self.num_computed_tokens = 0
@@ -47,7 +50,9 @@ class CheckedModel:
         """Raise ``WrongKv`` unless the KV of the first ``len(hashes)`` positions is right on every rank and layer."""
         blocks, offsets, content = self._rows(hashes, block_ids, 0)
         for rank, layer, cache in self._pages():
-            is_right = (cache[blocks, :, offsets, :] == _salted(content, rank, layer)[:, None, None]).all(dim=2).all(dim=1)
+            is_right = (
+                (cache[blocks, :, offsets, :] == _salted(content, rank, layer)[:, None, None]).all(dim=2).all(dim=1)
+            )
             if not bool(is_right.all()):
                 position = int((~is_right).nonzero()[0])
                 raise WrongKv(f"rank {rank} layer {layer}: wrong KV at position {position} of {len(hashes)}")
@@ -55,10 +60,16 @@ class CheckedModel:
     def _put(self, hashes: Sequence[int], block_ids: Sequence[int], start: int) -> None:
         blocks, offsets, content = self._rows(hashes, block_ids, start)
         for rank, layer, cache in self._pages():
-            cache[blocks, :, offsets, :] = _salted(content, rank, layer)[:, None, None].expand(-1, NUM_HEADS, 2 * HEAD_SIZE)
+            cache[blocks, :, offsets, :] = _salted(content, rank, layer)[:, None, None].expand(
+                -1, NUM_HEADS, 2 * HEAD_SIZE
+            )
 
     def _pages(self) -> list[tuple[int, int, torch.Tensor]]:
-        return [(rank, layer, cache) for rank, caches in enumerate(self.caches) for layer, cache in enumerate(caches.values())]
+        return [
+            (rank, layer, cache)
+            for rank, caches in enumerate(self.caches)
+            for layer, cache in enumerate(caches.values())
+        ]
 
     def _rows(
         self, hashes: Sequence[int], block_ids: Sequence[int], start: int

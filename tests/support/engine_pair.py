@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from support.checked_model import answer
-from support.vllm_engine import Engine, EngineOptions, run_until
-
 from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, PrefillResult, parse_result, to_params
 from kvshuttle.transport.memory import MemoryFabric, MemoryTransport
+from support.checked_model import answer
+from support.vllm_engine import Engine, EngineOptions, run_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,9 +86,7 @@ class EnginePair:
         source = Peer(self.source.half.address, self.card.engine_id, self.card.incarnation)
         return to_params(DecodeLeg(transfer_id, Peer(**{**_fields(source), **peer})))
 
-    def decode(
-        self, transfer_id: str, token_ids: Sequence[int] = PROMPT, *, max_tokens: int = 3, **fields: Any
-    ) -> str:
+    def decode(self, transfer_id: str, token_ids: Sequence[int] = PROMPT, *, max_tokens: int = 3, **fields: Any) -> str:
         """The decode leg arrives; returns its request id."""
         request_id = self._request_id("decode")
         self.sink.add(request_id, token_ids, self.leg(transfer_id), max_tokens=max_tokens, **fields)
@@ -98,6 +95,12 @@ class EnginePair:
     def finish(self, *request_ids: str) -> None:
         """Both engines run until the decode legs are answered, and the answers are the model's."""
         run_until(lambda: self.sink.has_finished(*request_ids), [self.sink, self.source], f"answers to {request_ids}")
+        for request_id in request_ids:
+            self.check_answer(request_id)
+
+    def finish_alone(self, *request_ids: str) -> None:
+        """The same, with the source standing still or dead."""
+        run_until(lambda: self.sink.has_finished(*request_ids), [self.sink], f"answers to {request_ids}")
         for request_id in request_ids:
             self.check_answer(request_id)
 

@@ -1,4 +1,4 @@
-"""A whole engine in this process: vLLM's own scheduler, block pool and aggregator around our connector and a checked model.
+"""A whole engine in this process: vLLM's own scheduler, pool and aggregator around our connector and a checked model.
 
 Only the model and the process borders are ours. vLLM's assertions stand, so an unknown or doubled id ends the test as
 it would end the engine; metadata and results are pickled between the halves as between vLLM's processes.
@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from support import quiet_vllm  # noqa: F401 - first, it keeps torch's own warnings from failing the tests
-from support.checked_model import HEAD_SIZE, NUM_HEADS, CheckedModel
-from support.side import ask_side
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -32,6 +37,9 @@ from kvshuttle.connector.connector import ShuttleConnector, _host_id
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
 from kvshuttle.handoff.messages import EngineCard, Hello, HelloAck, Status, StatusReport
+from support import quiet_vllm  # noqa: F401 - first, it keeps torch's own warnings from failing the tests
+from support.checked_model import HEAD_SIZE, NUM_HEADS, CheckedModel
+from support.side import ask_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,9 +124,7 @@ def vllm_config(options: EngineOptions, directory: Path) -> VllmConfig:
 
 def kv_cache_config(options: EngineOptions) -> KVCacheConfig:
     """One group of full-attention layers."""
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
-    )
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
     layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(options.num_layers)]
     return KVCacheConfig(
         num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec)]
@@ -128,7 +134,9 @@ def kv_cache_config(options: EngineOptions) -> KVCacheConfig:
 class RankConnector(ShuttleConnector):
     """A worker's connector of a given rank, with a given transport, without torch.distributed."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, *, rank: int, transport: Callable[[], Transport]) -> None:
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, *, rank: int, transport: Callable[[], Transport]
+    ) -> None:
         self._rank_here = rank
         self._transport_here = transport
         super().__init__(config, KVConnectorRole.WORKER, cache)
@@ -175,7 +183,10 @@ class Engine:
         self.half = self.connector._scheduler
         assert self.half is not None
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): pickle.loads(pickle.dumps(worker.get_handshake_metadata())) for rank, worker in enumerate(self.workers)}
+            {
+                (0, rank): pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
+                for rank, worker in enumerate(self.workers)
+            }
         )
         self._aggregator = KVOutputAggregator.from_connector(self.connector, options.num_ranks)
         self.requests: dict[str, Request] = {}
@@ -188,10 +199,18 @@ class Engine:
     # -- what a client does -----------------------------------------------------------------------
 
     def add(
-        self, request_id: str, token_ids: Sequence[int] | None, params: Any = None, *, max_tokens: int = 1, **fields: Any
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | None,
+        params: Any = None,
+        *,
+        max_tokens: int = 1,
+        **fields: Any,
     ) -> Request:
         """A request arrives. ``params``: its kv_transfer_params."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args={"kv_transfer_params": params})
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=None if token_ids is None else list(token_ids),
@@ -239,7 +258,9 @@ class Engine:
         output = self._forward(scheduled)
         outputs = [
             ModelRunnerOutput(
-                req_ids=output.req_ids, req_id_to_index=output.req_id_to_index, sampled_token_ids=output.sampled_token_ids
+                req_ids=output.req_ids,
+                req_id_to_index=output.req_id_to_index,
+                sampled_token_ids=output.sampled_token_ids,
             )
             for _ in self.workers
         ]

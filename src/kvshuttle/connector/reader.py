@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 2.0
+_LATE_ANSWER_S = 5.0
+"""An answer that comes so much after the acquire timed out is still taken in, to give back the lease in it."""
 _SERVED = {Outcome.READ_OK, Outcome.FULL_LOCAL_HIT, Outcome.LOCAL_COVERS_VERIFIED, Outcome.BELOW_THRESHOLD}
 """Outcomes that are as planned; every other one means that the prompt is recomputed, which is worth a line."""
 
@@ -335,7 +337,7 @@ class Reader:
         if not is_known:
             message = Hello(protocol_version=PROTOCOL_VERSION, sender=self._card.engine_id)
             on_reply = functools.partial(self._on_hello_reply, side, reading, action)
-        side.request(source.address, message, timeout_s=action.timeout_s, on_reply=on_reply)
+        side.request(source.address, message, timeout_s=action.timeout_s + _LATE_ANSWER_S, on_reply=on_reply)
 
     def _on_hello_reply(
         self, side: Endpoint[Message], reading: _Reading, action: SendAcquire, reply: Message | KvshuttleError

@@ -46,7 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerHalf:
-    """One engine's hand-off decisions. Hooks are called on the engine's thread."""
+    """One engine's hand-off decisions. Hooks are called on the engine's thread.
+
+    ``address``: ``host:port`` of its side channel, "" before ``open``.
+    """
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class SchedulerHalf:
         self._host_id = host_id
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = mint("inc")
+        self.address = ""
         self._block_size_tokens = int(fp.attention_spec(kv_cache_config).block_size)
         self._lock = threading.RLock()
         self._stats = ShuttleStats()
@@ -124,14 +128,14 @@ class SchedulerHalf:
         port = self._config.side_channel_port
         if port:
             port += int(getattr(self._vllm_config.parallel_config, "data_parallel_index", 0) or 0)
-        address = endpoint.bind(self._config.side_channel_host, port)
+        self.address = endpoint.bind(self._config.side_channel_host, port)
         self._side = SideChannelThread(endpoint, tick=self._tick, name="kvshuttle-side")
         clock = EngineClock(self._host_id, is_shared=all(each.host_id == self._host_id for each in ranks))
         self._reader = Reader(self._config, card=card, clock=clock, side=self._side, stats=self._stats, lock=self._lock)
         self._side.start()
         logger.info(
             "kvshuttle %s: engine %s (%s) listens on %s, vLLM %s",
-            __version__, self._engine_id, self._incarnation, address, card.vllm_version,
+            __version__, self._engine_id, self._incarnation, self.address, card.vllm_version,
         )  # fmt: skip
 
     def shutdown(self) -> None:

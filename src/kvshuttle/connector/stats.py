@@ -66,6 +66,8 @@ class ShuttleStats(KVConnectorStats):
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
         """Add to a counter."""
+        if not by:
+            return
         key = series_key(name, *labels)
         self.data[key] = self.data.get(key, 0) + by
 
