@@ -6,15 +6,14 @@ key is an error, never ignored.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvshuttle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SECRET_VARIABLE = "KVSHUTTLE_SECRET"  # noqa: S105 - its name, not its value
 _SECRET_MIN_LEN_BYTES = 16
@@ -74,20 +73,32 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "acquire_timeout_s", "read_timeout_s", "total_wait_s", "submit_margin_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"{name}: a number of seconds above 0, got {value!r}")
+            if not (_is_duration(getattr(self, name)) and math.isfinite(getattr(self, name))):
+                raise ConfigError(f"{name}: a number of seconds above 0, got {getattr(self, name)!r}")
+        for name in ("side_channel_host", "advertise_host", "model_identity"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}: text, got {getattr(self, name)!r}")
         if not self.submit_margin_s < self.lease_s / 3:
             raise ConfigError(
                 f"submit_margin_s: less than a third of lease_s ({self.lease_s}), got {self.submit_margin_s}:"
                 " a lease is renewed after a third of its life"
             )
-        if not isinstance(self.side_channel_port, int) or not 0 <= self.side_channel_port <= 65535:
+        if not _is_int(self.side_channel_port) or not 0 <= self.side_channel_port <= 65535:
             raise ConfigError(f"side_channel_port: 0 to 65535, got {self.side_channel_port!r}")
-        if not isinstance(self.recompute_threshold_tokens, int) or self.recompute_threshold_tokens < 0:
+        if not _is_int(self.recompute_threshold_tokens) or self.recompute_threshold_tokens < 0:
             raise ConfigError(f"recompute_threshold_tokens: 0 or more, got {self.recompute_threshold_tokens!r}")
-        if not self.nixl_backends or not all(isinstance(name, str) for name in self.nixl_backends):
-            raise ConfigError(f'nixl_backends: a list of names such as ["UCX"], got {self.nixl_backends!r}')
+        self._validate_nixl()
+
+    def _validate_nixl(self) -> None:
+        names = self.nixl_backends
+        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f'nixl_backends: a list of names such as ["UCX"], got {names!r}')
+        if not isinstance(self.nixl_backend_params, Mapping):
+            raise ConfigError(
+                f"nixl_backend_params: an object of objects, by backend, got {self.nixl_backend_params!r}"
+            )
+        if not isinstance(self.nixl_progress_thread, bool):
+            raise ConfigError(f"nixl_progress_thread: true or false, got {self.nixl_progress_thread!r}")
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -282,6 +293,10 @@ class RouterConfig:
 
 def _is_duration(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # --- the launcher -----------------------------------------------------------------------------------

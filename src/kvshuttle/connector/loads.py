@@ -98,6 +98,7 @@ class Loads:
             if request_id in self._given_up and result.is_drained:
                 self._on_drained(request_id, results)
         elif result.is_drained:
+            self._given_up.discard(request_id)
             self._end(self._held_back.pop(request_id, result), results)
         elif self._is_failure_immediate:
             results.undrained[request_id] += 1

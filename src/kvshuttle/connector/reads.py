@@ -83,6 +83,7 @@ class _Read:
     num_bytes: int
     num_descriptors: int
     is_reported: bool = False
+    is_drained: bool = False
 
 
 class Reads:
@@ -203,16 +204,19 @@ class Reads:
                 read.next_hint_at_s = now_s() + BUSY_HINT_S / 2
                 self._hint(read.peer.card.address)
             return
-        is_drained = status is not TransferStatus.PENDING and self._release(read)
+        is_released = status is not TransferStatus.PENDING and self._release(read)
+        was_drained = read.is_drained
+        # A transfer that is done has nothing to write any more, even if its handle is not given back yet.
+        read.is_drained |= is_released or status is TransferStatus.DONE
         if not read.is_reported:
-            self._end(read, status, detail, is_late=is_late, is_drained=is_drained)
-        elif is_drained:
+            self._end(read, status, detail, is_late=is_late)
+        elif read.is_drained and not was_drained:
             self._put(DrainedRead(read.request_id))
-        if is_drained:
+        if is_released:
             self._reads.remove(read)
             self._drop_gone()
 
-    def _end(self, read: _Read, status: TransferStatus, detail: str, *, is_late: bool, is_drained: bool) -> None:
+    def _end(self, read: _Read, status: TransferStatus, detail: str, *, is_late: bool) -> None:
         """Report a read, and part with its peer when the connection looks broken."""
         reason = "too_late" if is_late else ""
         if status is not TransferStatus.DONE:
@@ -224,7 +228,7 @@ class Reads:
                 request_id=read.request_id,
                 reason=reason,
                 detail=detail,
-                is_drained=is_drained,
+                is_drained=read.is_drained,
                 num_bytes=read.num_bytes,
                 num_descriptors=read.num_descriptors,
                 post_s=read.post_s,
