@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from kvshuttle.launcher.machine import this_machine
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_PROBE_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S = 600.0
+"""The first import of a fresh installation compiles thousands of files, on a busy machine for minutes."""
 
 _PROBE_TORCH = """
 import json, torch
@@ -94,6 +96,8 @@ class Facts:
 def survey(env: Mapping[str, str]) -> Facts:
     """Look at this machine. Takes some seconds: packages are imported."""
     machine = this_machine()
+    with ThreadPoolExecutor() as pool:
+        torch, vllm, nixl = pool.map(lambda script: _probe(script, env), (_PROBE_TORCH, _PROBE_VLLM, _PROBE_NIXL))
     return Facts(
         python=(sys.version_info[0], sys.version_info[1]),
         system=platform.system(),
@@ -102,9 +106,9 @@ def survey(env: Mapping[str, str]) -> Facts:
         num_gpus=len(machine.gpus),
         shm_bytes=_shm_bytes(),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        torch=_probe(_PROBE_TORCH, env),
-        vllm=_probe(_PROBE_VLLM, env),
-        nixl=_probe(_PROBE_NIXL, env),
+        torch=torch,
+        vllm=vllm,
+        nixl=nixl,
         devices=network_devices(Path("/sys/class/infiniband")),
         has_device_files=Path("/dev/infiniband").is_dir(),
         has_gpu_rdma=Path("/sys/module/nvidia_peermem").is_dir() or Path("/dev/gdrdrv").exists(),
