@@ -1,4 +1,4 @@
-"""The core of the equal-answers matrix with tensor-parallel size 2 on both sides, on a tiny model with dummy weights."""
+"""The core of the equal-answers matrix with tensor-parallel size 2 on both sides; a tiny model with dummy weights."""
 
 from __future__ import annotations
 
