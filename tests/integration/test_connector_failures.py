@@ -9,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvshuttle.clock import now_s
 from kvshuttle.handoff.messages import Acquire, Fingerprint, HelloAck, Refused, Release
@@ -379,6 +380,9 @@ def test_a_load_failure_policy_of_fail_is_an_error_and_not_a_wrong_answer(make_p
     pair.assert_drained()
 
 
+@pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "has_pending_block_frees"), reason="vLLM asks before it preempts from 0.30 on"
+)
 def test_a_running_request_gets_held_blocks_that_are_due_before_it_is_preempted(make_pair):
     pair = make_pair(source={"num_blocks": 8, "extra": {**QUICK, "lease_s": 0.6, "submit_margin_s": 0.1}})
     pair.prefill("x-1", [1] * (2 * BLOCK_SIZE))

@@ -141,7 +141,7 @@ def is_drained(engine: Engine) -> bool:
 def vars_of_loads(worker: Any) -> tuple[Any, ...]:
     """The tables of a worker's ``Loads``."""
     loads = worker._worker._loads
-    return loads._pending, loads._to_fail, loads._held_back, loads._given_up
+    return loads._pending, loads._to_fail, loads._given_up
 
 
 def _fields(peer: Peer) -> dict[str, str]:
