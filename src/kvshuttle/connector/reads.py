@@ -121,6 +121,11 @@ class Reads:
         """Somebody waits for a read."""
         return any(not read.is_reported for read in self._reads)
 
+    @property
+    def is_any_undrained(self) -> bool:
+        """A read that nobody waits for any more has not ended."""
+        return any(read.is_reported for read in self._reads)
+
     def meet(self, incarnation: str, card: WorkerCard) -> None:
         """Learn how to reach a peer's rank."""
         self._peers.setdefault(incarnation, _Peer(card)).is_gone = False
