@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _own_logger() -> Iterator[None]:
-    """The connector redirects the package's logger to vLLM's handlers, which must not outlive its test."""
+    """Each test starts with an untouched logger: the connector redirects the package's to vLLM's handlers."""
     logger = logging.getLogger("kvshuttle")
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    _reset(logger)
     yield
-    logger.handlers = handlers
-    logger.setLevel(level)  # not by assignment: loggers cache what is enabled
-    logger.propagate = propagate
+    _reset(logger)
+
+
+def _reset(logger: logging.Logger) -> None:
+    logger.handlers = []
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
