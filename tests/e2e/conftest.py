@@ -22,7 +22,7 @@ LEASE_S = 6.0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here starts engines, and a test may wait for one to start again.
 
-    Tests with engines of their own come first: theirs are stopped before the shared ones start, so that memory suffices.
+    Tests with engines of their own come first: those are stopped before the shared ones start, or memory runs out.
     """
     for item in items:
         if _is_e2e(item):
