@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _own_logger() -> Iterator[None]:
-    """Each test starts with an untouched logger: the connector redirects the package's to vLLM's handlers."""
-    logger = logging.getLogger("kvshuttle")
-    _reset(logger)
+def _untouched_loggers() -> Iterator[None]:
+    """The connector lends vLLM's handlers to the package's logger, and importing vLLM may set those up in any test."""
+    _reset("kvshuttle", "vllm")
     yield
-    _reset(logger)
+    _reset("kvshuttle", "vllm")
 
 
-def _reset(logger: logging.Logger) -> None:
-    logger.handlers = []
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
+def _reset(*names: str) -> None:
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.handlers = []
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
