@@ -13,15 +13,22 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _untouched_loggers() -> Iterator[None]:
-    """The connector lends vLLM's handlers to the package's logger, and importing vLLM may set those up in any test."""
-    _reset("kvshuttle", "vllm")
+    """Other code's logging set-up must not reach the next test.
+
+    The connector lends vLLM's handlers to our logger, importing vLLM sets those up, and a ``dictConfig`` of a tool
+    disables loggers that exist already.
+    """
+    _reset_loggers()
     yield
-    _reset("kvshuttle", "vllm")
+    _reset_loggers()
 
 
-def _reset(*names: str) -> None:
-    for name in names:
-        logger = logging.getLogger(name)
-        logger.handlers = []
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
+def _reset_loggers() -> None:
+    logging.disable(logging.NOTSET)
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in {"kvshuttle", "vllm"}:
+            logger = logging.getLogger(name)
+            logger.handlers = []
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
+            logger.disabled = False
