@@ -53,9 +53,7 @@ def two():
 @pytest.fixture
 def pairs(two):
     for engine in [*two.prefills, *two.decodes]:
-        engine.script.clear()
-        engine.calls.clear()
-        engine.released.clear()
+        engine.forget()
     return two
 
 

@@ -18,9 +18,7 @@ def shared():
 @pytest.fixture
 def one(shared):
     for engine in (shared.prefills[0], shared.decodes[0]):
-        engine.script.clear()
-        engine.calls.clear()
-        engine.released.clear()
+        engine.forget()
     return shared
 
 

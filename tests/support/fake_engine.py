@@ -166,6 +166,7 @@ class FakeEngine:
         self.script: deque[Behaviour] = deque()
         self.calls: list[Call] = []
         self.released: list[str] = []
+        self._forgotten: set[str] = set()
         self.num_connections = 0
         self.num_aborted = 0
         self.num_open = 0
@@ -197,6 +198,14 @@ class FakeEngine:
         self.is_side_up = True
         await self.start()
 
+    def forget(self) -> None:
+        """Between tests that share this engine. A second release, seconds after the first, is not the next test's."""
+        self._forgotten |= {call.leg["transfer_id"] for call in self.calls if call.leg and "transfer_id" in call.leg}
+        self._forgotten |= set(self.released)
+        self.script.clear()
+        self.calls.clear()
+        self.released.clear()
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port},{self.side_address}"
@@ -214,7 +223,7 @@ class FakeEngine:
                 num_leases=0, **load,
             )  # fmt: skip
         assert isinstance(message, Release)
-        self.released += message.handles
+        self.released += [handle for handle in message.handles if handle not in self._forgotten]
         return Released()
 
     # --- HTTP ---
