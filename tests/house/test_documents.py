@@ -12,7 +12,7 @@ import pytest
 
 from kvshuttle import errors
 from kvshuttle.handoff import DenyReason, Outcome
-from kvshuttle.handoff.messages import Fingerprint
+from kvshuttle.handoff.cards import Fingerprint
 from kvshuttle.policy import PlacementReason, RouteReason
 from kvshuttle.router import telemetry
 from kvshuttle.router.exchange import FailureReason

@@ -36,7 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvshuttle.connector.connector import ShuttleConnector, _host_id
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
-from kvshuttle.handoff.messages import EngineCard, Hello, HelloAck, Status, StatusReport
+from kvshuttle.handoff.messages import Hello, HelloAck, Status, StatusReport
 from support import quiet_vllm  # noqa: F401 - first, it keeps torch's own warnings from failing the tests
 from support.checked_model import HEAD_SIZE, NUM_HEADS, CheckedModel
 from support.side import ask_side
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvshuttle.config import ConnectorConfig
+    from kvshuttle.handoff.cards import EngineCard
     from kvshuttle.transport import Transport
 
 LIMIT_S = 20.0

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from kvshuttle.clock import now_s
 from kvshuttle.connector.reads import BUSY_HINT_S, ReadOutcome, Reads
 from kvshuttle.errors import LocalProtocolError
-from kvshuttle.handoff.messages import Busy, Message, WorkerCard
+from kvshuttle.handoff.cards import WorkerCard
+from kvshuttle.handoff.messages import Busy, Message
 from kvshuttle.transport import Transport
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from kvshuttle.handoff.fetch_protocol import (
     SendRenew,
     StartRead,
 )
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, Acquired, Denied, EngineCard, Hello, HelloAck, Message, Renewed
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Acquired, Denied, Hello, HelloAck, Message, Renewed
 from kvshuttle.ids import Handle
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvshuttle.config import ConnectorConfig
     from kvshuttle.connector.stats import ShuttleStats
     from kvshuttle.handoff.block_plan import ReadReason
+    from kvshuttle.handoff.cards import EngineCard
     from kvshuttle.handoff.params import DecodeLeg
     from kvshuttle.transport.endpoint import Endpoint, OnReply
     from kvshuttle.transport.side_channel import SideChannelThread

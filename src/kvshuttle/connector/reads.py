@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvshuttle.connector.step_metadata import ReadOrder
-    from kvshuttle.handoff.messages import WorkerCard
+    from kvshuttle.handoff.cards import WorkerCard
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from kvshuttle.connector.service import SideChannelService
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshuttle.errors import LocalProtocolError
+from kvshuttle.handoff.cards import EngineCard
 from kvshuttle.handoff.ledger import LeaseLedger
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, EngineCard, Message
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Message
 from kvshuttle.handoff.params import DecodeLeg, Leg, PrefillLeg, parse_leg
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.ids import LeaseId, mint

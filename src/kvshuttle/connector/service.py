@@ -9,7 +9,6 @@ from kvshuttle.clock import now_s
 from kvshuttle.handoff.messages import (
     PROTOCOL_VERSION,
     Acquire,
-    EngineCard,
     Hello,
     HelloAck,
     Message,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.connector.holder import Holder
     from kvshuttle.connector.stats import ShuttleStats
+    from kvshuttle.handoff.cards import EngineCard
 
 Load = Callable[[], tuple[int, int, int, int]]
 """Running requests, waiting requests, blocks, free blocks."""

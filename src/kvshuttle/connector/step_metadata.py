@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 if TYPE_CHECKING:
     from kvshuttle.handoff.block_plan import BlockPlan
-    from kvshuttle.handoff.messages import WorkerCard
+    from kvshuttle.handoff.cards import WorkerCard
 
 
 @dataclass(frozen=True, slots=True)
