@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.live import CHUNK_TOKENS, MODEL_NAME, Live, live_cluster
 
 from kvshuttle.config import LauncherConfig
 from kvshuttle.launcher.model import SMOLLM2, cache_dir_from, ensure_model
+from support.live import CHUNK_TOKENS, MODEL_NAME, Live, live_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

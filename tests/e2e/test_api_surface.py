@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from support.live import MODEL_NAME
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+
 from support.live import MODEL_NAME, connect
 
 if TYPE_CHECKING:

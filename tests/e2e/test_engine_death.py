@@ -1,4 +1,4 @@
-"""An engine that dies takes nothing with it: clients get an answer or an error, and KV moves again after its restart."""
+"""An engine that dies takes nothing with it: clients get an answer or an error, and KV moves again once it is back."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.live import BLOCK_SIZE_TOKENS, MODEL_NAME, Answer, difference, get, post
 
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck
 from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, parse_result, to_params
+from support.live import BLOCK_SIZE_TOKENS, MODEL_NAME, Answer, difference, get, post
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,9 +139,8 @@ def test_killing_the_decode_engine(live: Live, moment: str) -> None:
 
 def wait_until_running(live: Live, name: str, *, timeout_s: float = 10.0) -> None:
     """Poll the side channel, which answers while the engine computes, until the engine runs a request."""
-    from support.side import ask_side
-
     from kvshuttle.handoff.messages import Status, StatusReport
+    from support.side import ask_side
 
     deadline_at_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_at_s:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, MODEL_NAME, difference
 
 if TYPE_CHECKING:

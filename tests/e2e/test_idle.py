@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import psutil
+
 from support.live import MODEL_NAME
 
 if TYPE_CHECKING:

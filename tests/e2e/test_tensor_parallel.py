@@ -1,4 +1,4 @@
-"""The core of the equal-answers matrix with tensor-parallel size 2 on both sides, on a tiny model with dummy weights."""
+"""The core of the equal-answers matrix with tensor-parallel size 2 on both sides; a tiny model with dummy weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, Live, difference, live_cluster
 
 from e2e.test_equal_answers import LENGTHS, assert_equal, request_for
 from kvshuttle.config import LauncherConfig
 from kvshuttle.launcher.model import SMOLLM2, cache_dir_from, ensure_model
+from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, Live, difference, live_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,14 @@ def parallel(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterato
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copy(source / name, model / name)
-    args = ("--load-format", "dummy", "--tensor-parallel-size", str(NUM_RANKS), "--max-num-batched-tokens", str(CHUNK_TOKENS))
+    args = (
+        "--load-format",
+        "dummy",
+        "--tensor-parallel-size",
+        str(NUM_RANKS),
+        "--max-num-batched-tokens",
+        str(CHUNK_TOKENS),
+    )
     config = LauncherConfig(
         port=0, dtype="float32", kv_cache_gib=1, max_model_len=2048, served_model_name="smollm2", engine_args=args
     )

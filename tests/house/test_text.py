@@ -9,7 +9,9 @@ from support.source_tree import ROOT, listed, text_of, tracked_files
 TEXT_SUFFIXES = frozenset({"", ".cfg", ".ini", ".json", ".lock", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"})
 
 # Written in pieces, so that this file passes its own tests.
-MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:" + "|".join(("work", "root", "farm", "home", "tmp/w", "Users")) + r")/\w")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~])/(?:" + "|".join(("work", "root", "farm", "home", "tmp/w", "Users")) + r")/[\w.]"
+)
 REGISTRY_HOST = re.compile(
     "|".join(
         re.escape(name).replace("@", r"\.")

@@ -1,5 +1,8 @@
 """Pull hand-off when things go wrong: the answer is right all the same, the reason is counted, nothing stays behind."""
 
+from support import quiet_vllm  # noqa: F401 - before anything that imports vLLM
+
+# isort: split
 import logging
 import random
 import time
@@ -15,7 +18,6 @@ from kvshuttle.transport.endpoint import Endpoint
 from kvshuttle.transport.faulty import Faults, FaultyTransport
 from kvshuttle.transport.memory import MemoryTransport
 from kvshuttle.transport.side_channel import SideChannelThread
-from support import quiet_vllm  # noqa: F401
 from support.engine_pair import PROMPT, QUICK
 from support.side import ask_side
 from support.vllm_engine import BLOCK_SIZE, run_until
@@ -380,7 +382,7 @@ def test_a_load_failure_policy_of_fail_is_an_error_and_not_a_wrong_answer(make_p
 def test_a_running_request_gets_held_blocks_that_are_due_before_it_is_preempted(make_pair):
     pair = make_pair(source={"num_blocks": 8, "extra": {**QUICK, "lease_s": 0.6, "submit_margin_s": 0.1}})
     pair.prefill("x-1", [1] * (2 * BLOCK_SIZE))
-    runner = pair.source.add("runner", [2] * (5 * BLOCK_SIZE - 2), max_tokens=10)
+    runner = pair.source.add("runner", [2] * (5 * BLOCK_SIZE), max_tokens=10)
     pair.source.step()
     ledger = pair.source.half._holder.ledger
     run_until(lambda: (ledger.next_deadline_at_s() or 0) < now_s(), [], "the lease to be over")

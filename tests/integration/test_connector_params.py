@@ -3,13 +3,15 @@
 It is an object or nothing, with integers of at most 64 bits: vLLM sees to that before its scheduler relies on it.
 """
 
+from support import quiet_vllm  # noqa: F401 - before anything that imports vLLM
+
+# isort: split
 import copy
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support import quiet_vllm  # noqa: F401
 from support.engine_pair import PROMPT
 from support.vllm_engine import run_until
 

@@ -1,11 +1,13 @@
 """Pull hand-off between two complete engines: what moves, and that nothing stays behind."""
 
+from support import quiet_vllm  # noqa: F401 - before anything that imports vLLM
+
+# isort: split
 import itertools
 
 import pytest
 
 from kvshuttle.handoff.messages import Release
-from support import quiet_vllm  # noqa: F401
 from support.engine_pair import PROMPT, QUICK
 from support.side import ask_side
 from support.vllm_engine import BLOCK_SIZE, run_until

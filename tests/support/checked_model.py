@@ -1,4 +1,4 @@
-"""A model whose KV is a hash of the tokens before it, so that each forward pass can tell whether it reads the right KV."""
+"""A model whose KV is a hash of the tokens before it: each forward pass can tell whether it reads the right KV."""
 
 from __future__ import annotations
 

@@ -11,17 +11,18 @@ import re
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvshuttle.config import LauncherConfig
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
 from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Role, plan_engines, plan_fleet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvshuttle.config import LauncherConfig
 
 MODEL_NAME = "smollm2"
 BLOCK_SIZE_TOKENS = 128

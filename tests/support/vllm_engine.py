@@ -6,6 +6,9 @@ it would end the engine; metadata and results are pickled between the halves as 
 
 from __future__ import annotations
 
+from support import quiet_vllm  # noqa: F401 - before anything that imports vLLM
+
+# isort: split
 import json
 import pickle
 import time
@@ -37,7 +40,6 @@ from kvshuttle.connector.connector import ShuttleConnector, _host_id
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
 from kvshuttle.handoff.messages import Hello, HelloAck, Status, StatusReport
-from support import quiet_vllm  # noqa: F401 - first, it keeps torch's own warnings from failing the tests
 from support.checked_model import HEAD_SIZE, NUM_HEADS, CheckedModel
 from support.side import ask_side
 
