@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from kvshuttle.clock import now_s
-from kvshuttle.handoff.messages import Acquire, Fingerprint, HelloAck, Refused, Release
+from kvshuttle.handoff.cards import Fingerprint
+from kvshuttle.handoff.messages import Acquire, HelloAck, Refused, Release
 from kvshuttle.handoff.params import DecodeLeg, Peer, to_params
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.transport.endpoint import Endpoint
