@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,7 +29,11 @@ from kvshuttle.handoff import (
     WorkerCard,
     registration,
 )
-from support.handoff_values import FINGERPRINT, HANDLE, LIMITS, chain_of, lease_mint, ledger
+from kvshuttle.ids import LeaseId
+from support.handoff_values import FINGERPRINT, HANDLE, LIMITS, chain_of, ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TOKENS = tuple(range(10))
 """Two full blocks and a partial one."""
@@ -74,9 +79,9 @@ def push_source(num_ranks: int = 1, **options: int) -> tuple[PushSource, LeaseLe
     return PushSource(made, card=own, mint=_short_mint(), **rest), made
 
 
-def _short_mint():
+def _short_mint() -> Callable[[], LeaseId]:
     numbers = itertools.count(1)
-    return lambda: f"lease-{next(numbers)}"
+    return lambda: LeaseId(f"lease-{next(numbers)}")
 
 
 def open_order(
@@ -110,25 +115,3 @@ def intake(**limits: object) -> Intake:
 
 
 RELEASE_HANDLE = Release(handles=(HANDLE,))
-__all__ = [
-    "BLOCKS",
-    "CHAIN",
-    "DESTINATIONS",
-    "GRANT",
-    "HOLDER",
-    "LOAD",
-    "PUSH_LIMITS",
-    "RELEASE_HANDLE",
-    "TOKENS",
-    "card",
-    "claim",
-    "close_order",
-    "intake",
-    "lease_mint",
-    "open_order",
-    "outbox",
-    "proceed",
-    "push_source",
-    "register",
-    "withdraw",
-]
