@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DIGEST_LEN_BYTES = 16
 """128 bits of BLAKE2b: a collision needs 2**64 sequences, found on purpose or by accident."""
@@ -104,9 +107,10 @@ def num_common_tokens(held: TokenChain, wanted: TokenChain) -> int:
 def _root(block_size_tokens: int, identity: ContentIdentity) -> bytes:
     root = hashlib.blake2b(digest_size=DIGEST_LEN_BYTES)
     # Length prefixes keep ("ab", "c") and ("a", "bc") apart.
-    for part in (CHAIN_SCHEME.encode(), str(block_size_tokens).encode(), identity.lora.encode(), identity.salt.encode()):
-        root.update(len(part).to_bytes(8, "little"))
-        root.update(part)
+    for part in (CHAIN_SCHEME, str(block_size_tokens), identity.lora, identity.salt):
+        text = part.encode()
+        root.update(len(text).to_bytes(8, "little"))
+        root.update(text)
     return root.digest()
 
 

@@ -18,7 +18,7 @@ import tomllib
 from dataclasses import MISSING, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvshuttle
 from kvshuttle.config import Device, LauncherConfig, RouterConfig, secret_from
@@ -39,13 +39,14 @@ _UP_OPTION_NAMES = {
     "connector_options": "connector-option",
     "is_restarting": "restart",
 }
+_ARGUMENT_KNOBS = ("engine_args", "prefill_args", "decode_args", "router_args")
 _ROUTER_OPTION_NAMES = {"prefill_keep_fields": "prefill-keep-field", "is_logging_requests": "log-requests"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 well, 1 failed, 2 wrong arguments."""
     parser = _build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_join_arguments(sys.argv[1:] if argv is None else argv))
     try:
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
@@ -59,10 +60,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvshuttle", description="Moves KV cache between vLLM prefill and decode engines."
-    )
+class _RaisingParser(argparse.ArgumentParser):
+    """Raises ``ConfigError`` where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise ConfigError(message or f"the router would end with code {status} instead of serving")
+
+
+def _join_arguments(argv: Sequence[str]) -> list[str]:
+    """``--engine-arg --seed`` as ``--engine-arg=--seed``: apart, argparse takes the value for an option."""
+    options = {f"--{_UP_OPTION_NAMES[name]}" for name in _ARGUMENT_KNOBS}
+    joined: list[str] = []
+    words = iter(argv)
+    for word in words:
+        value = next(words, None) if word in options else None
+        joined.append(word if value is None else f"{word}={value}")
+    return joined
+
+
+def _build_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = parser_class(prog="kvshuttle", description="Moves KV cache between vLLM prefill and decode engines.")
     parser.add_argument("--version", action="version", version=f"kvshuttle {kvshuttle.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -76,12 +96,15 @@ def _build_parser() -> argparse.ArgumentParser:
     router.add_argument(
         "--config", metavar="FILE", help="TOML file with the same settings; options given here win over it"
     )
-    for role in ("prefill", "decode"):
+    for role, example in (
+        ("prefill", "http://127.0.0.1:8100,127.0.0.1:14579"),
+        ("decode", "http://127.0.0.1:8200,127.0.0.1:14580"),
+    ):
         router.add_argument(
             f"--{role}",
             action="append",
             metavar="URL,SIDE",
-            help=f"a {role} engine, e.g. http://127.0.0.1:8100,127.0.0.1:14579; may be repeated",
+            help=f"a {role} engine, e.g. {example}; may be repeated",
         )
     _add_knobs(router, RouterConfig, _ROUTER_OPTION_NAMES, skip=("engines",))
 
@@ -168,9 +191,9 @@ def attribute_docs(config: type) -> dict[str, str]:
 def launcher_config_from(args: argparse.Namespace) -> LauncherConfig:
     """The options of ``up`` and ``demo`` as a configuration. Raises ``ConfigError`` naming the option."""
     values = _given(args, LauncherConfig)
-    for name in ("engine_args", "prefill_args", "decode_args", "router_args"):
+    for name in _ARGUMENT_KNOBS:
         if name in values:
-            values[name] = tuple(word for text in values[name] for word in shlex.split(text))
+            values[name] = tuple(word for text in values[name] for word in _split(_UP_OPTION_NAMES[name], text))
     if "connector_options" in values:
         values["connector_options"] = dict(_parse_option(text) for text in values["connector_options"])
     if "device" in values:
@@ -197,6 +220,14 @@ def _given(args: argparse.Namespace, config: type) -> dict[str, Any]:
     return {knob.name: getattr(args, knob.name) for knob in fields(config) if hasattr(args, knob.name)}
 
 
+def _split(option: str, text: str) -> list[str]:
+    """Words of ``text`` as a shell splits them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--{option}: {text!r} cannot be split like a shell does: {error}") from error
+
+
 def _parse_option(text: str) -> tuple[str, Any]:
     """``lease_s=5`` to a key and a JSON value; what is not JSON is text."""
     key, equals, value = text.partition("=")
@@ -215,7 +246,19 @@ def _surroundings(args: argparse.Namespace) -> Surroundings:
     cache_dir = cache_dir_from(os.environ)
     log_dir = args.log_dir.absolute() if args.log_dir else default_log_dir(cache_dir, os.getpid())
     state_path = args.state.absolute() if args.state else None
-    return Surroundings(env=dict(os.environ), cache_dir=cache_dir, log_dir=log_dir, state_path=state_path, report=_say)
+    return Surroundings(
+        env=dict(os.environ),
+        cache_dir=cache_dir,
+        log_dir=log_dir,
+        state_path=state_path,
+        report=_say,
+        check_router=_check_router,
+    )
+
+
+def _check_router(arguments: Sequence[str]) -> None:
+    """Read ``arguments`` as ``kvshuttle`` will in the router's process. Raises ``ConfigError``."""
+    router_config_from(_build_parser(_RaisingParser).parse_args(arguments))
 
 
 def _up(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ key is an error, never ignored.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -73,7 +73,7 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "acquire_timeout_s", "read_timeout_s", "total_wait_s", "submit_margin_s"):
-            if not (_is_duration(getattr(self, name)) and math.isfinite(getattr(self, name))):
+            if not _is_duration(getattr(self, name)):
                 raise ConfigError(f"{name}: a number of seconds above 0, got {getattr(self, name)!r}")
         for name in ("side_channel_host", "advertise_host", "model_identity"):
             if not isinstance(getattr(self, name), str):
@@ -144,6 +144,11 @@ class EngineSpec:
     is_tls: bool
     side_address: str
     """``host:port`` of its scheduler half's side channel."""
+
+    @property
+    def http_address(self) -> str:
+        """``host:port`` of its HTTP server."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
     def parse(cls, text: str, role: EngineRole, index: int) -> EngineSpec:
@@ -238,18 +243,21 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         self._validate_engines()
+        self._validate_texts()
         for knob in fields(self):
             value = getattr(self, knob.name)
             if knob.name.endswith("_s") and not _is_duration(value):
                 raise ConfigError(f"{knob.name}: a number of seconds above 0, got {value!r}")
-            if knob.name.endswith("_bytes") and (not isinstance(value, int) or value < 1024):
+            if knob.name.startswith("is_") and not isinstance(value, bool):
+                raise ConfigError(f"{knob.name}: true or false, got {value!r}")
+            if knob.name.endswith("_bytes") and (not _is_int(value) or value < 1024):
                 raise ConfigError(f"{knob.name}: 1024 or more, got {value!r}")
-            if knob.name.startswith("max_") and (not isinstance(value, int) or value < 1):
+            if knob.name.startswith("max_") and (not _is_int(value) or value < 1):
                 raise ConfigError(f"{knob.name}: 1 or more, got {value!r}")
-        if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+        if not _is_int(self.port) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port: 0 to 65535, got {self.port!r}")
         for name in ("local_prefill_max_tokens", "disaggregate_from_tokens", "unhealthy_after"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+            if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}: 0 or more, got {getattr(self, name)!r}")
         if self.prefill_failure_policy not in tuple(PrefillFailurePolicy):
             raise ConfigError(
@@ -260,11 +268,20 @@ class RouterConfig:
         for role in EngineRole:
             if not any(engine.role is role for engine in self.engines):
                 raise ConfigError(f"engines: at least one {role} engine is needed; name it with --{role} URL,SIDE")
-        for attribute in ("name", "side_address"):
+        for attribute in ("name", "http_address", "side_address"):
             values = [getattr(engine, attribute) for engine in self.engines]
             for value in values:
                 if values.count(value) > 1:
                     raise ConfigError(f"engines: {attribute} {value!r} is given twice")
+
+    def _validate_texts(self) -> None:
+        if not isinstance(self.host, str) or not self.host.strip():
+            raise ConfigError(f"host: a name or address such as 127.0.0.1, got {self.host!r}")
+        names = self.prefill_keep_fields
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f'prefill_keep_fields: a list of names such as ["tool_choice"], got {names!r}')
+        if not isinstance(self.engine_api_key, str) or not self.engine_api_key.isprintable():
+            raise ConfigError("engine_api_key: text of one line, without control characters")  # a secret: not shown
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RouterConfig:
@@ -285,6 +302,9 @@ class RouterConfig:
             raise ConfigError(f"{unknown[0]}: unknown key; known are prefill, decode, {', '.join(sorted(known))}")
         if isinstance(rest.get("prefill_keep_fields"), list):
             rest["prefill_keep_fields"] = tuple(rest["prefill_keep_fields"])
+        host = rest.get("host")
+        if isinstance(host, str) and host.startswith("[") and host.endswith("]"):
+            rest["host"] = host[1:-1]  # as IPv6 addresses stand in URLs
         policy = rest.get("prefill_failure_policy")
         if policy in tuple(PrefillFailurePolicy):
             rest["prefill_failure_policy"] = PrefillFailurePolicy(policy)
@@ -292,7 +312,7 @@ class RouterConfig:
 
 
 def _is_duration(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _is_int(value: object) -> bool:

@@ -9,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvshuttle.clock import now_s
 from kvshuttle.handoff.cards import Fingerprint
@@ -19,11 +20,12 @@ from kvshuttle.transport.endpoint import Endpoint
 from kvshuttle.transport.faulty import Faults, FaultyTransport
 from kvshuttle.transport.memory import MemoryTransport
 from kvshuttle.transport.side_channel import SideChannelThread
-from support.engine_pair import PROMPT, QUICK
+from support.engine_pair import PATIENT, PROMPT
 from support.side import ask_side
 from support.vllm_engine import BLOCK_SIZE, run_until
 
-SHORT_READ = {**QUICK, "read_timeout_s": 0.3}
+SHORT_READ = {**PATIENT, "read_timeout_s": 1.0}
+SHORT_ACQUIRE = {**PATIENT, "acquire_timeout_s": 0.5}
 NUM_BLOCKS_READ = 5
 
 
@@ -121,7 +123,7 @@ def test_an_abort_while_a_read_hangs_frees_the_blocks_when_the_read_has_timed_ou
 
 
 def test_a_source_that_died_before_the_acquire(make_pair):
-    pair = make_pair()
+    pair = make_pair(sink={"extra": SHORT_ACQUIRE})
     pair.prefill("x-1")
     pair.kill(pair.source)
     pair.finish_alone(pair.decode("x-1"))
@@ -168,7 +170,7 @@ def test_kv_moves_again_from_a_restarted_source(make_pair):
 
 
 def test_an_expired_lease_is_not_read(make_pair):
-    pair = make_pair(source={"extra": {**QUICK, "lease_s": 0.7, "submit_margin_s": 0.1}})
+    pair = make_pair(source={"extra": {**PATIENT, "lease_s": 0.7}})
     pair.prefill("x-1")
     run_until(lambda: pair.source.status().num_holdings == 0, [pair.sink], "the lease to expire at an idle source")
     assert pair.source.status().num_free_blocks == pair.source.options.num_blocks - 1
@@ -250,7 +252,7 @@ def test_one_hanging_rank_of_two_keeps_its_destination_back(make_pair):
 
 
 def test_a_good_read_under_a_lost_lease_is_recomputed(make_pair):
-    pair = make_pair(sink={"extra": {**QUICK, "lease_s": 1.2, "submit_margin_s": 0.1}})
+    pair = make_pair(sink={"extra": {**PATIENT, "lease_s": 3.0}})
     request_id = reading(pair)
     [reading_of] = pair.sink.half._reader._readings.values()
     lease = reading_of.fetch._held
@@ -266,7 +268,7 @@ def test_a_good_read_under_a_lost_lease_is_recomputed(make_pair):
 
 
 def test_a_good_read_is_used_though_the_engine_notices_after_the_end_of_the_lease(make_pair):
-    pair = make_pair(sink={"extra": {**QUICK, "lease_s": 1.2, "submit_margin_s": 0.1, "read_timeout_s": 0.5}})
+    pair = make_pair(sink={"extra": {**PATIENT, "lease_s": 2.0, "read_timeout_s": 1.0}})
     request_id = reading(pair)
     [reading_of] = pair.sink.half._reader._readings.values()
     pair.fabric.resume(pair.agent(pair.source))
@@ -341,7 +343,7 @@ def test_a_secret_that_differs_is_as_good_as_no_answer(make_pair, monkeypatch):
     pair.prefill("x-1")
     leg = pair.leg("x-1")
     monkeypatch.setenv("KVSHUTTLE_SECRET", "a secret of the sink alone")
-    start_sink(pair)
+    start_sink(pair, extra=SHORT_ACQUIRE)
     pair.finish_alone(pair.sink.add("alone", PROMPT, leg, max_tokens=3).request_id)
     assert_recomputed(pair, "acquire_timed_out")
     monkeypatch.delenv("KVSHUTTLE_SECRET")
@@ -350,7 +352,7 @@ def test_a_secret_that_differs_is_as_good_as_no_answer(make_pair, monkeypatch):
 
 
 def test_an_address_that_nobody_has(make_pair):
-    pair = make_pair()
+    pair = make_pair(sink={"extra": SHORT_ACQUIRE})
     for number, address in enumerate(["127.0.0.1:1", "nowhere.invalid:5", "not an address", "", "[::1]:1", "a" * 500]):
         leg = to_params(DecodeLeg(f"x-{number}", Peer(address, "e", "i")))
         pair.finish_alone(pair.sink.add(f"r-{number}", [number] * 20, leg).request_id)
@@ -360,13 +362,13 @@ def test_an_address_that_nobody_has(make_pair):
 
 
 def test_failures_cost_the_client_no_more_than_the_acquire_timeout(make_pair):
-    pair = make_pair()
+    pair = make_pair(sink={"extra": SHORT_ACQUIRE})
     pair.prefill("x-1")
     leg = pair.leg("x-1")
     pair.kill(pair.source)
     started_at_s = time.monotonic()
     pair.finish_alone(pair.sink.add("r", PROMPT, leg, max_tokens=1).request_id)
-    assert time.monotonic() - started_at_s < QUICK["acquire_timeout_s"] + 2.0
+    assert time.monotonic() - started_at_s < SHORT_ACQUIRE["acquire_timeout_s"] + 4.0
 
 
 def test_a_load_failure_policy_of_fail_is_an_error_and_not_a_wrong_answer(make_pair):
@@ -380,8 +382,11 @@ def test_a_load_failure_policy_of_fail_is_an_error_and_not_a_wrong_answer(make_p
     pair.assert_drained()
 
 
+@pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "has_pending_block_frees"), reason="vLLM asks before it preempts from 0.30 on"
+)
 def test_a_running_request_gets_held_blocks_that_are_due_before_it_is_preempted(make_pair):
-    pair = make_pair(source={"num_blocks": 8, "extra": {**QUICK, "lease_s": 0.6, "submit_margin_s": 0.1}})
+    pair = make_pair(source={"num_blocks": 8, "extra": {**PATIENT, "lease_s": 0.6}})
     pair.prefill("x-1", [1] * (2 * BLOCK_SIZE))
     runner = pair.source.add("runner", [2] * (5 * BLOCK_SIZE), max_tokens=10)
     pair.source.step()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.engine_pair import PROMPT
+from support.engine_pair import PATIENT, PROMPT
 from support.vllm_engine import run_until
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20)
@@ -29,7 +29,7 @@ SETTINGS = settings(
 
 @pytest.fixture
 def pair(make_pair):
-    pair = make_pair()
+    pair = make_pair(sink={"extra": {**PATIENT, "acquire_timeout_s": 0.5}})
     pair.prefill("held")
     return pair
 

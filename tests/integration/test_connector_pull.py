@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from kvshuttle.handoff.messages import Release
-from support.engine_pair import PROMPT, QUICK
+from support.engine_pair import PATIENT, PROMPT
 from support.side import ask_side
 from support.vllm_engine import BLOCK_SIZE, run_until
 
@@ -23,7 +23,7 @@ def read(pair):
 def test_a_prompt_computed_at_the_source_is_only_read_at_the_sink(make_pair):
     pair = make_pair()
     result = pair.prefill("x-1")
-    assert (result.transfer_id, result.num_tokens, result.lease_s) == ("x-1", len(PROMPT), QUICK["lease_s"])
+    assert (result.transfer_id, result.num_tokens, result.lease_s) == ("x-1", len(PROMPT), PATIENT["lease_s"])
     pair.finish(pair.decode("x-1", max_tokens=5))
     # The last prompt token and the answer's but the last.
     assert pair.sink.model.num_computed_tokens == 5
@@ -160,14 +160,14 @@ def test_a_request_is_read_once_though_it_is_preempted_later(make_pair):
 
 
 def test_leases_are_renewed_while_the_request_waits_for_room(make_pair):
-    options = {**QUICK, "lease_s": 0.9, "submit_margin_s": 0.1}
+    options = {**PATIENT, "lease_s": 1.5}
     pair = make_pair(source={"extra": options}, sink={"extra": options, "num_blocks": 9})
     occupant = pair.sink.add("occupant", [3] * 100, max_tokens=10_000)
     pair.sink.step()
     pair.prefill("x-1")
     request_id = pair.decode("x-1")
     counters = pair.source.half._holder.ledger.counters
-    run_until(lambda: counters.renewed >= 6, [pair.source], "twice the lease to pass")
+    run_until(lambda: counters.renewed >= 5, [pair.source], "more than a lease to pass")
     pair.sink.abort(occupant.request_id)
     pair.finish(request_id)
     assert read(pair) == len(PROMPT)

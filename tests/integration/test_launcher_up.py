@@ -29,7 +29,7 @@ from kvshuttle.launcher.up import StopSignal, serve_plan
 
 folder = Path(sys.argv[1])
 say = lambda line: print(line, flush=True)
-around = Surroundings(dict(os.environ), folder, folder / "logs", folder / "state.json", say)
+around = Surroundings(dict(os.environ), folder, folder / "logs", folder / "state.json", say, lambda words: None)
 plan = fleet_plan_of(plan_of("prefill-0"), plan_of("decode-0"), plan_of("router"))
 config = LauncherConfig(is_restarting=sys.argv[2] == "restart", stop_timeout_s=5.0)
 sys.exit(serve_plan(plan, config, around, StopSignal()))

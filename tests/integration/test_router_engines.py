@@ -1,3 +1,4 @@
+import socket
 import time
 
 import msgspec
@@ -30,9 +31,33 @@ def test_health_counts_engines_and_pairs_and_names_no_address(one):
             "pairs": 1,
             "prefill": {"up": 1, "total": 1},
             "decode": {"up": 1, "total": 1},
+            "down": {},
             "incompatible": [],
         },
     )
+
+
+@pytest.mark.parametrize(
+    ("is_silent", "reason"), [(False, "health: cannot connect: ConnectionRefusedError"), (True, "health: probe")]
+)
+def test_an_engine_that_never_comes_up_is_logged_once_and_health_says_why(caplog, is_silent, reason):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        if not is_silent:
+            server.close()
+        dead = Cluster([FakeEngine("prefill-0")], [FakeEngine("decode-0")], prefill=[f"http://{host}:{port},{host}:1"])
+        dead.start_unpaired()
+        try:
+            dead.wait_for(lambda: dead.health()["down"].get("prefill-0", "").startswith(reason))
+            dead.wait_for(lambda: dead.health()["decode"]["up"] == 1)
+            assert list(dead.health()["down"]) == ["prefill-0"]
+            assert str(port) not in dead.health()["down"]["prefill-0"]
+            time.sleep(0.3)
+            (line,) = [record for record in caplog.records if "prefill-0 is down" in record.message]
+            assert line.levelname == "WARNING"
+            assert reason in line.message
+        finally:
+            dead.stop()
 
 
 def test_a_killed_prefill_engine_is_down_at_the_first_refused_connection_and_clients_are_served():

@@ -143,6 +143,7 @@ def test_unknown_paths_and_methods_are_answered_as_openai_does(one, method, path
     reply = one.get(path, method)
     assert reply.status == status
     assert reply.headers.get("allow") == allow
+    assert ("x-request-id" in reply.headers) == (status >= 400)
     if status >= 400:
         assert reply.json["error"]["code"] == status
 
@@ -174,7 +175,9 @@ def test_connections_over_the_limit_are_told_so():
     with cluster(max_connections=3) as few:
         held = [few.connect() for _ in range(3)]
         time.sleep(0.1)
-        assert raw(few, b"").startswith(b"HTTP/1.1 503")
+        answer = raw(few, b"")
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: 1\r\n" in answer
         for client in held:
             client.close()
         few.wait_for(lambda: few.health()["status"] == "ok")

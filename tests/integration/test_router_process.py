@@ -57,7 +57,7 @@ class Process(Cluster):
     def _is_listening(self) -> bool:
         assert self.process.poll() is None, "the router did not start"
         self.log.seek(0)
-        match = re.search(rb"listening on port (\d+)", self.log.read())
+        match = re.search(rb"listening on 127\.0\.0\.1 port (\d+)", self.log.read())
         self.port = int(match.group(1)) if match else 0
         return bool(match)
 

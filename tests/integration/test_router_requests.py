@@ -104,6 +104,24 @@ def test_a_request_id_unfit_for_logs_is_replaced(one, given):
     assert reply.headers["x-request-id"].startswith("req-")
 
 
+@pytest.mark.parametrize("body", [b"{", {**BODY, "model": "unknown"}])
+def test_a_request_refused_before_a_route_was_chosen_counts_as_no_decision_and_is_named(one, caplog, body):
+    before = one.metric("decisions_total", route="pair", reason="default")
+    with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
+        reply = one.post(COMPLETIONS, body, {"x-request-id": "refused-1"})
+        one.wait_for(lambda: any("refused-1" in record.message for record in caplog.records))
+    assert reply.status in (400, 404)
+    assert reply.headers["x-request-id"] == "refused-1"
+    (line,) = [record.message for record in caplog.records if "refused-1" in record.message]
+    receipt = json.loads(line)
+    assert (receipt["route"], receipt["reason"], receipt["outcome"]) == ("", "", "client_error")
+    assert one.metric("decisions_total", route="pair", reason="default") == before
+
+
+def test_an_error_without_a_clients_id_carries_a_fresh_one(one):
+    assert one.post(COMPLETIONS, b"{").headers["x-request-id"].startswith("req-")
+
+
 def test_clients_cannot_set_transfer_params(one):
     evil = {"kv_transfer_params": {"kvshuttle": {"leg": "decode", "transfer_id": "stolen"}}, "remote_host": "h"}
     assert one.post(COMPLETIONS, {**BODY, **evil}).status == 200

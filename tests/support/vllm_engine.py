@@ -36,6 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvshuttle.connector import vllm_compat
 from kvshuttle.connector.connector import ShuttleConnector, _host_id
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
@@ -346,10 +347,13 @@ def _worker_hooks(worker: ShuttleConnector, metadata: Any, scheduled: SchedulerO
     worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)
     worker.wait_for_save()
-    results = worker.get_transfer_results(scheduled.finished_req_ids)
-    output.finished_sending = results.finished_sending
-    output.finished_recving = results.finished_recving
-    output.failed_recving = results.failed_recving
+    if vllm_compat.HAS_TRANSFER_RESULTS:
+        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+    else:
+        output.finished_sending, output.finished_recving = worker.get_finished(scheduled.finished_req_ids)
     output.invalid_block_ids = worker.get_block_ids_with_load_errors()
     output.kv_connector_stats = worker.get_kv_connector_stats()
     output.kv_cache_events = worker.get_kv_connector_kv_cache_events()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ def test_every_option_of_up_reaches_the_configuration() -> None:
         (["up", "--connector-option", "lease_s"], "--connector-option: write KEY=VALUE"),
         (["up", "--connector-option", "lease=1"], "kv_connector_extra_config.lease: unknown key"),
         (["up", "--connector-option", "side_channel_port=1"], "--connector-option side_channel_port: the launcher"),
+        (["up", "--engine-arg", '"unbalanced'], "--engine-arg: '\"unbalanced' cannot be split like a shell does"),
+        (["up", "--router-arg", "a'b"], "--router-arg: "),
         (["router"], "at least one prefill engine is needed; name it with --prefill URL,SIDE"),
         (["router", "--prefill", "localhost"], "write http://127.0.0.1:8100,127.0.0.1:14579 instead"),
         (["router", *ENGINES, "--max-attempts", "0"], "max_attempts: 1 or more"),
@@ -78,6 +81,39 @@ def test_a_wrong_setting_ends_with_code_2_and_names_the_option(
     monkeypatch.setenv("KVSHUTTLE_CACHE", str(tmp_path))
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_lone_flag_is_the_value_of_an_option_that_holds_arguments(command: str) -> None:
+    given = [command]
+    for option in ("--engine-arg", "--prefill-arg", "--decode-arg", "--router-arg"):
+        given += [option, f"-{option}"]
+    config = launcher_config_from(parse(*cli._join_arguments([*given, "--prefill", "2"])))
+    assert config.engine_args == ("---engine-arg",)
+    assert config.prefill_args == ("---prefill-arg",)
+    assert config.decode_args == ("---decode-arg",)
+    assert config.router_args == ("---router-arg",)
+    assert config.num_prefill == 2
+
+
+def test_main_takes_a_lone_flag_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cli, "_up", lambda args: seen.append(launcher_config_from(args).engine_args) or 0)
+    assert main(["up", "--engine-arg", "--enforce-eager"]) == 0
+    assert seen == [("--enforce-eager",)]
+
+
+def test_an_option_that_holds_arguments_needs_some(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--engine-arg"])
+    assert "--engine-arg: expected one argument" in capsys.readouterr().err
+
+
+def test_the_examples_in_the_routers_help_work_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["router", "--help"])
+    prefill, decode = re.findall(r"e\.g\.\s+(\S+);", capsys.readouterr().out)
+    assert len(router_config_from(parse("router", "--prefill", prefill, "--decode", decode)).engines) == 2
 
 
 def test_an_unknown_option_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,21 @@ def test_a_malformed_engine_is_refused_with_an_example(text):
         ({"max_attempts": 0}, "max_attempts"),
         ({"max_body_bytes": 10}, "max_body_bytes"),
         ({"port": 70000}, "port"),
+        ({"port": True}, "port"),
+        ({"host": ""}, "host: a name or address"),
+        ({"host": "[]"}, "host: a name or address"),
+        ({"host": 1}, "host: a name or address"),
+        ({"is_logging_requests": "no"}, "is_logging_requests: true or false"),
+        ({"idle_timeout_s": float("inf")}, "idle_timeout_s"),
+        ({"idle_timeout_s": float("nan")}, "idle_timeout_s"),
+        ({"idle_timeout_s": 10**400}, "idle_timeout_s"),
+        ({"max_attempts": True}, "max_attempts"),
+        ({"unhealthy_after": True}, "unhealthy_after"),
+        ({"max_body_bytes": 4096.0}, "max_body_bytes"),
+        ({"prefill_keep_fields": "tools"}, "prefill_keep_fields: a list"),
+        ({"prefill_keep_fields": [1]}, "prefill_keep_fields: a list"),
+        ({"engine_api_key": 1}, "engine_api_key"),
+        ({"decode": ["http://127.0.0.1:8100,127.0.0.1:2"]}, "http_address '127.0.0.1:8100' is given twice"),
         ({"unhealthy_after": -1}, "unhealthy_after"),
         ({"prefill_failure_policy": "pray"}, "prefill_failure_policy: one of"),
     ],
@@ -57,6 +72,18 @@ def test_a_malformed_engine_is_refused_with_an_example(text):
 def test_a_wrong_setting_is_refused_by_name(change, match):
     with pytest.raises(ConfigError, match=match):
         RouterConfig.from_mapping({**PAIR, **change})
+
+
+@pytest.mark.parametrize("key", ["secret\r\nx-evil: 1", "secret\n", "secret\0"])
+def test_an_api_key_that_would_break_a_header_is_refused_and_not_shown(key):
+    with pytest.raises(ConfigError, match="engine_api_key") as caught:
+        RouterConfig.from_mapping({**PAIR, "engine_api_key": key})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "host"), [("[::1]", "::1"), ("::1", "::1"), ("localhost", "localhost")])
+def test_brackets_around_an_address_are_stripped(given, host):
+    assert RouterConfig.from_mapping({**PAIR, "host": given}).host == host
 
 
 def test_settings_are_taken_by_name():

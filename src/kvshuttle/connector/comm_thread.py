@@ -36,6 +36,8 @@ _BUSY_SLEEP_S = 0.0002
 """The same while a peer reads from us."""
 _IDLE_POLL_S = 0.2
 """Idle: a hint wakes us before a peer reads, so this only serves what UCX does on its own (keep-alives)."""
+_DRAIN_POLL_S = 0.02
+"""While a read that timed out has not ended: it moves only inside our calls, and keeps blocks out of use."""
 _FAILURE_PAUSE_S = 0.01
 """After an unexpected failure, so that one that repeats does not spin."""
 _MAX_BUSY_S = 60.0
@@ -206,8 +208,9 @@ class CommThread:
         assert self._reads is not None
         is_reading = self._reads.is_any_live
         is_busy = now_s() < self._busy_until_s
+        pause_s = _DRAIN_POLL_S if self._reads.is_any_undrained else _IDLE_POLL_S
         # One at a time: whatever fails in one must not keep the others from being done.
-        self._guard(self._endpoint.poll, 0.0 if is_reading or is_busy else _IDLE_POLL_S)
+        self._guard(self._endpoint.poll, 0.0 if is_reading or is_busy else pause_s)
         while not self._commands.empty():
             self._guard(self._commands.get_nowait())
         self._guard(self._transport.take_notifications)

@@ -32,6 +32,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name}: kvshuttle supports 1 only, blocks would be spread over ranks")
+    if getattr(parallel, "data_parallel_size", 1) > 1 and not getattr(parallel, "data_parallel_external_lb", False):
+        raise ConfigError(
+            "data_parallel_size: one API server would spread the legs of a request over its ranks; start an API server"
+            " for each rank (--data-parallel-rank) and name them all to the router"
+        )
     if vllm_config.speculative_config is not None:
         raise ConfigError("speculative_config: kvshuttle does not hand off draft-model KV yet; start without it")
     groups = kv_cache_config.kv_cache_groups

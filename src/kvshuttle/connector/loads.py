@@ -49,21 +49,15 @@ class _Pending:
 
 
 class Loads:
-    """``is_failure_immediate``: vLLM frees a failed load's blocks, so it may be told while the read can still write.
+    """Not thread-safe: it belongs to the worker's main thread."""
 
-    Releases up to 0.29 recompute into the very same blocks: there a failure waits until its read is drained.
-    """
-
-    def __init__(self, *, is_failure_immediate: bool) -> None:
-        self._is_failure_immediate = is_failure_immediate
+    def __init__(self) -> None:
         self._pending: dict[str, _Pending] = {}
         self._to_fail: list[FailedLoad] = []
-        self._held_back: dict[str, ReadResult] = {}
         self._given_up: set[str] = set()
 
     def __repr__(self) -> str:
-        held_back, given_up = len(self._held_back), len(self._given_up)
-        return f"<Loads pending={len(self._pending)} {held_back=} {given_up=}>"
+        return f"<Loads pending={len(self._pending)} given_up={len(self._given_up)}>"
 
     def expect(self, request_id: str, *, block_ids: tuple[int, ...], budget_s: float, now_s: float) -> None:
         """A read is ordered. ``block_ids``: its destination."""
@@ -86,36 +80,26 @@ class Loads:
         for load in to_fail:
             self._on_result(ReadResult(load.request_id, load.reason), results)
         for request_id, pending in tuple(self._pending.items()):
-            if (now_s >= pending.give_up_at_s or not is_comm_alive) and request_id not in self._given_up:
+            if now_s >= pending.give_up_at_s or not is_comm_alive:
                 self._given_up.add(request_id)
                 reason = "comm_thread_stuck" if is_comm_alive else "comm_thread_dead"
-                self._on_result(ReadResult(request_id, reason, is_drained=False), results)
+                self._end(ReadResult(request_id, reason, is_drained=False), results)
         return results
 
     def _on_result(self, result: ReadResult, results: StepResults) -> None:
-        request_id = result.request_id
-        if request_id not in self._pending:
-            if request_id in self._given_up and result.is_drained:
-                self._on_drained(request_id, results)
-        elif result.is_drained:
-            self._given_up.discard(request_id)
-            self._end(self._held_back.pop(request_id, result), results)
-        elif self._is_failure_immediate:
-            results.undrained[request_id] += 1
+        if result.request_id in self._pending:
             self._end(result, results)
-        else:
-            self._held_back.setdefault(request_id, result)
+        elif result.request_id in self._given_up and result.is_drained:
+            self._on_drained(result.request_id, results)
 
     def _on_drained(self, request_id: str, results: StepResults) -> None:
         self._given_up.discard(request_id)
-        held_back = self._held_back.pop(request_id, None)
-        if held_back is not None:
-            self._end(held_back, results)
-        else:
-            results.drained[request_id] += 1
+        results.drained[request_id] += 1
 
     def _end(self, result: ReadResult, results: StepResults) -> None:
         pending = self._pending.pop(result.request_id)
         results.ended.append(result)
+        if not result.is_drained:
+            results.undrained[result.request_id] += 1
         if result.reason:
             results.failed_block_ids.update(pending.block_ids)

@@ -189,6 +189,11 @@ class Reader:
         """Whether vLLM waits for this request's load."""
         return request_id in self._loads
 
+    def has_failed(self, request_id: str) -> bool:
+        """Whether a worker reported this load as failed."""
+        load = self._loads.get(request_id)
+        return load is not None and bool(load.failure)
+
     def note_failures(self, failed: dict[str, str]) -> None:
         """Some ranks' reads failed; the load's end is judged by it once all ranks are done."""
         for request_id, reason in failed.items():

@@ -121,6 +121,11 @@ class Reads:
         """Somebody waits for a read."""
         return any(not read.is_reported for read in self._reads)
 
+    @property
+    def is_any_undrained(self) -> bool:
+        """A read that nobody waits for any more has not ended."""
+        return any(read.is_reported for read in self._reads)
+
     def meet(self, incarnation: str, card: WorkerCard) -> None:
         """Learn how to reach a peer's rank."""
         self._peers.setdefault(incarnation, _Peer(card)).is_gone = False
@@ -197,7 +202,7 @@ class Reads:
     # -- following --------------------------------------------------------------------------------
 
     def _follow(self, read: _Read) -> None:
-        status, detail = self._ask(read)
+        status, problem = self._ask(read)
         is_late = now_s() > read.deadline_at_s
         if status is TransferStatus.PENDING and not is_late:
             if now_s() >= read.next_hint_at_s:
@@ -209,7 +214,7 @@ class Reads:
         # A transfer that is done has nothing to write any more, even if its handle is not given back yet.
         read.is_drained |= is_released or status is TransferStatus.DONE
         if not read.is_reported:
-            self._end(read, status, detail, is_late=is_late)
+            self._end(read, status, problem or repr(read.transfer), is_late=is_late)
         elif read.is_drained and not was_drained:
             self._put(DrainedRead(read.request_id))
         if is_released:
@@ -240,7 +245,7 @@ class Reads:
 
     def _ask(self, read: _Read) -> tuple[TransferStatus, str]:
         try:
-            return self._transport.poll(read.transfer), repr(read.transfer)
+            return self._transport.poll(read.transfer), ""
         except Exception as error:  # noqa: BLE001 - it is this read's end, and the others go on
             return TransferStatus.FAILED, repr(error)
 

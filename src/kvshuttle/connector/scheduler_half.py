@@ -80,7 +80,7 @@ class SchedulerHalf:
         self._stats = ShuttleStats()
         self._legs: dict[str, Leg] = {}
         self._pool: BlockPool | None = None
-        self._live_requests: set[str] = set()
+        self._live_requests: dict[str, Request] = {}
         self._num_running = 0
         # Made when the workers' caches exist; before that no hook has anything to do.
         self._holder: Holder | None = None
@@ -151,7 +151,7 @@ class SchedulerHalf:
         leg, problem = self._leg_of(request)
         chain = self._prompt_chain(request) if isinstance(leg, DecodeLeg) else None
         with self._lock:
-            self._live_requests.add(request.request_id)
+            self._live_requests[request.request_id] = request
             self._return_blocks()
             if problem:
                 logger.warning("kvshuttle: %s computes locally: %s", request.request_id, problem)
@@ -168,7 +168,7 @@ class SchedulerHalf:
         """Tokens behind the local prefix that a read would bring; None while the holder has not answered."""
         with self._lock:
             self._return_blocks()
-            if self._reader is None:
+            if self._reader is None or vllm_compat.wants_all_computed(request):
                 return 0, False
             num_tokens = self._reader.offer(request.request_id, num_computed_tokens)
         if num_tokens and num_computed_tokens + num_tokens > request.num_tokens:
@@ -203,8 +203,11 @@ class SchedulerHalf:
                 self._take_report(output.kv_connector_worker_meta, self._reader, self._holder)
             for request_id in tuple(output.finished_recving or ()):
                 is_expected = self._reader.is_loading(request_id)
+                has_failed = self._reader.has_failed(request_id)
                 if not self._reader.settle(request_id) and output.finished_recving:
                     output.finished_recving.discard(request_id)
+                if has_failed and request_id in self._live_requests:
+                    vllm_compat.restart_after_failed_load(self._live_requests[request_id])
                 if not is_expected:
                     self._complain_of_completion(request_id)
             for request_id in tuple(output.finished_sending or ()):
@@ -221,7 +224,7 @@ class SchedulerHalf:
         Never delays vLLM's own free: blocks that are needed longer are pinned, so an idle engine stays idle.
         """
         with self._lock:
-            self._live_requests.discard(request.request_id)
+            self._live_requests.pop(request.request_id, None)
             leg = self._legs.pop(request.request_id, None)
             if self._reader is not None:
                 self._reader.end(request.request_id)

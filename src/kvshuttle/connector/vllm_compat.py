@@ -81,6 +81,24 @@ def content_identity(request: Request) -> ContentIdentity:
     )
 
 
+def wants_all_computed(request: Request) -> bool:
+    """True when a request may not use KV that it did not compute, e.g. for ``prompt_logprobs``.
+
+    From 0.32 on vLLM declines the offer itself, before that it would take it.
+    """
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def restart_after_failed_load(request: Request) -> None:
+    """Have vLLM free all blocks of a request whose load failed before it computes the prompt.
+
+    From 0.30 on it does so itself. Before that it keeps them and recomputes into the very blocks that a read which
+    has not ended may still write to.
+    """
+    if not HAS_TRANSFER_RESULTS:
+        request.num_computed_tokens = 0
+
+
 def is_answered(request: Request) -> bool:
     """True when a request ended because it was done, not because it was aborted or failed."""
     from vllm.v1.request import RequestStatus

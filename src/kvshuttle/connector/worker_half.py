@@ -61,7 +61,7 @@ class WorkerHalf:
         self._stats = ShuttleStats()
         self._report = WorkerReport()
         self._last_step: StepMetadata | None = None
-        self._loads = Loads(is_failure_immediate=vllm_compat.HAS_TRANSFER_RESULTS)
+        self._loads = Loads()
         self._failed_block_ids: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor], *, num_blocks: int, page_content: str) -> None:

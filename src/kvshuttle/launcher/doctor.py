@@ -66,6 +66,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_judge_vllm(facts),
         *_judge_nixl(facts),
         *_judge_ucx_settings(facts),
+        *_judge_secret(facts),
         *_judge_network(facts),
     ]
 
@@ -76,7 +77,8 @@ def report_of(findings: list[Finding]) -> str:
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{marks[finding.level]} {finding.subject.ljust(width)}  {finding.text}")
+        text = finding.text.replace("\n", f"\n{'':{width + 11}}")
+        lines.append(f"{marks[finding.level]} {finding.subject.ljust(width)}  {text}")
         if finding.fix:
             lines.append(f"{'':9}{'':{width}}  => {finding.fix}")
     return "\n".join(lines)
@@ -162,8 +164,21 @@ def _judge_ucx_settings(facts: Facts) -> Iterator[Finding]:
     if not _has_transport(chosen, _FAILURE_SAFE_UCX_TRANSPORTS):
         text = f"UCX_TLS={chosen} leaves no transport that notices a peer's failure; NIXL agents will not start"
         yield Finding("UCX_TLS", Level.PROBLEM, text, "unset it, or keep tcp in the list")
+    elif _is_ucx_failing(facts) and not _has_transport(chosen, ("all", "tcp")):
+        text = f"UCX does not start with UCX_TLS={chosen}: this machine may have none of these transports"
+        yield Finding("UCX_TLS", Level.PROBLEM, text, "unset it, or add tcp to the list")
     else:
         yield Finding("UCX_TLS", Level.OK, f"set to {chosen}")
+
+
+def _is_ucx_failing(facts: Facts) -> bool:
+    return bool(not facts.nixl.error and facts.nixl.facts["backends"].get("UCX"))
+
+
+def _judge_secret(facts: Facts) -> Iterator[Finding]:
+    if facts.secret_error:
+        fix = "set a longer one, e.g. `openssl rand -hex 32`, or none for engines on one host"
+        yield Finding("secret", Level.PROBLEM, facts.secret_error, fix)
 
 
 def _judge_network(facts: Facts) -> Iterator[Finding]:

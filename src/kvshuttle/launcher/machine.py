@@ -56,7 +56,7 @@ def free_ports(rng: random.Random, host: str = LOOPBACK) -> Iterator[int]:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether a server could bind ``port`` on ``host`` now."""
+    """Whether a server could bind ``port`` on ``host`` now; with port 0, whether ``host`` is ours at all."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do; without it a port that was closed a minute ago would look taken.
@@ -64,7 +64,7 @@ def is_port_free(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except OSError:
+        except (OSError, UnicodeError):  # the latter for names that DNS cannot hold
             return False
     return True
 

@@ -112,7 +112,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One engine's part of the machine: cores for each rank on the CPU, or GPUs."""
+    """One engine's part of the machine: cores for each rank on the CPU (none: not bound), or GPUs."""
 
     cores: tuple[tuple[int, ...], ...] = ()
     gpus: tuple[int, ...] = ()
@@ -169,22 +169,21 @@ def share_cores(cores: tuple[int, ...], num_ranks: list[int]) -> list[Share]:
     """Split ``cores`` evenly over all ranks of all engines, neighbours together.
 
     A rank with four cores or more leaves one of them to the engine's other threads (scheduler, HTTP, our comm thread).
-    With fewer cores than ranks they are dealt out in turn.
+    With fewer cores than ranks nothing is bound: a rank of vLLM spins with ``sched_yield`` while it waits, and threads
+    bound to the same core as such a rank were seen to wait for seconds on Linux 6.18.
     """
     total = sum(num_ranks)
     size = len(cores) // total
+    if size == 0:
+        return [Share() for _ in num_ranks]
     taken = 0
     shares = []
     for ranks in num_ranks:
         rank_cores: list[tuple[int, ...]] = []
         for _ in range(ranks):
-            if size == 0:
-                rank_cores.append((cores[taken % len(cores)],))
-                taken += 1
-            else:
-                whole = cores[taken : taken + size]
-                rank_cores.append(whole[:-1] if size >= 4 else whole)
-                taken += size
+            whole = cores[taken : taken + size]
+            rank_cores.append(whole[:-1] if size >= 4 else whole)
+            taken += size
         shares.append(Share(cores=tuple(rank_cores)))
     return shares
 
@@ -288,7 +287,8 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in share.gpus)
     else:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(str(core) for core in rank) for rank in share.cores)
+        bound = "|".join(",".join(str(core) for core in rank) for rank in share.cores)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = bound or "nobind"
         # For the processes beside the workers, which get their own number from the binding.
         env["OMP_NUM_THREADS"] = "1"
     return env

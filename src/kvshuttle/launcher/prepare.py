@@ -2,53 +2,106 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvshuttle.config import secret_from
 from kvshuttle.errors import ConfigError, LaunchFailed
 from kvshuttle.launcher.machine import free_ports, is_port_free, this_machine
 from kvshuttle.launcher.model import BUNDLED, ensure_model
 from kvshuttle.launcher.plan import plan_fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvshuttle.config import LauncherConfig
-    from kvshuttle.launcher.plan import FleetPlan
+    from kvshuttle.launcher.plan import FleetPlan, Machine
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_LOG_DIRS = 20
+_KEEP_LOGS_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the launcher is given besides its knobs. ``report``: takes lines for a person."""
+    """What the launcher is given besides its knobs.
+
+    ``report``: takes lines for a person. ``check_router``: takes what follows ``python -m kvshuttle`` in the router's
+    command line; raises ``ConfigError`` when the router would refuse it.
+    """
 
     env: Mapping[str, str]
     cache_dir: Path
     log_dir: Path
     state_path: Path | None
     report: Callable[[str], None]
+    check_router: Callable[[Sequence[str]], None]
 
 
 def prepare(config: LauncherConfig, around: Surroundings) -> FleetPlan:
     """The plan for this machine, with the model in place. Raises ``ConfigError`` or ``LaunchFailed``."""
-    # Before the model, which can take a minute.
+    # Before the model, which can take a minute, and the engines, which take more.
+    machine = this_machine()
+    secret_from(around.env)
+    _check_address(config)
+    _check_plan(config, machine, around)
+    _check_files(around)
+    model = find_model(config.model, around)
+    plan = plan_fleet(config, model, machine, free_ports(random.Random()), sys.executable)  # noqa: S311 - ports, no secrets
+    if around.log_dir.parent == _logs_in(around.cache_dir):
+        delete_old_logs(around.log_dir.parent, time.time())
+    return plan
+
+
+def _check_address(config: LauncherConfig) -> None:
+    if not is_port_free(config.host, 0):
+        raise ConfigError(
+            f"--host: {config.host} is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all addresses"
+        )
     if config.port and not is_port_free(config.host, config.port):
         raise LaunchFailed(
-            f"--port: {config.host}:{config.port} is taken or not an address of this machine."
+            f"--port: {config.host}:{config.port} is taken or not permitted."
             f" Choose another, e.g. `--port {config.port + 1}` (with make: `PORT={config.port + 1}`)."
         )
-    machine = this_machine()
-    machine.computes_on_gpu(config.device)
-    model = find_model(config.model, around)
-    return plan_fleet(config, model, machine, free_ports(random.Random()), sys.executable)  # noqa: S311 - ports, no secrets
+
+
+def _check_plan(config: LauncherConfig, machine: Machine, around: Surroundings) -> None:
+    """Plan with made-up ports, to learn whether the machine and the router take the arguments."""
+    trial = plan_fleet(config, config.model, machine, itertools.count(1), sys.executable)
+    if trial.router is None:
+        return
+    try:
+        around.check_router(trial.router.argv[3:])
+    except ConfigError as error:
+        raise ConfigError(f"--router-arg: {error}" if config.router_args else str(error)) from error
+
+
+def _check_files(around: Surroundings) -> None:
+    """Make the directories of the logs and the state file, and try to write there."""
+    _check_directory("--log-dir", around.log_dir)
+    if around.state_path is None:
+        return
+    _check_directory("--state", around.state_path.parent)
+    if around.state_path.is_dir():
+        raise ConfigError(f"--state: {around.state_path} is a directory; give a file")
+
+
+def _check_directory(option: str, directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write to {directory}: {error.strerror}; choose another place") from error
 
 
 def find_model(model: str, around: Surroundings) -> Path | str:
@@ -66,10 +119,29 @@ def find_model(model: str, around: Surroundings) -> Path | str:
 
 
 def default_log_dir(cache_dir: Path, launcher_pid: int) -> Path:
-    """A fresh directory for one run's logs; older runs' beyond the newest few are deleted."""
-    logs = cache_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    runs = sorted((path for path in logs.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for old in runs[: -_MAX_LOG_DIRS + 1]:
-        shutil.rmtree(old, ignore_errors=True)
-    return logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{launcher_pid}"
+    """A fresh directory for one run's logs; not made yet."""
+    return _logs_in(cache_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{launcher_pid}"
+
+
+def delete_old_logs(logs: Path, now_s: float) -> None:
+    """Delete directories of earlier runs in ``logs`` beyond the newest few, unless they may still be in use.
+
+    Kept is what changed within a day before ``now_s`` (a Unix time), and what a process that still runs was named for.
+    """
+    runs = sorted((_changed_at_s(path), path) for path in logs.iterdir() if path.is_dir())
+    for changed_at_s, old in runs[:-_MAX_LOG_DIRS]:
+        is_running = Path("/proc", old.name.rpartition("-")[2] or "-").exists()
+        if now_s - changed_at_s > _KEEP_LOGS_S and not is_running:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _logs_in(cache_dir: Path) -> Path:
+    return cache_dir / "logs"
+
+
+def _changed_at_s(directory: Path) -> float:
+    """When the newest file in ``directory`` changed. One that changes while we look counts as new."""
+    try:
+        return max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
+    except OSError:
+        return math.inf

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.config import secret_from
+from kvshuttle.errors import ConfigError
 from kvshuttle.launcher.machine import this_machine
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _PROBE_TIMEOUT_S = 600.0
 """The first import of a fresh installation compiles thousands of files, on a busy machine for minutes."""
+_NUM_ERROR_LINES = 5
 
 _PROBE_TORCH = """
 import json, torch
@@ -91,6 +94,8 @@ class Facts:
     fabric_providers: tuple[str, ...] | None
     """libfabric's providers as ``fi_info`` lists them; None without the tool."""
     ucx_env: Mapping[str, str]
+    secret_error: str = ""
+    """Why the side channel's secret cannot be used; "" when it can or is not set."""
 
 
 def survey(env: Mapping[str, str]) -> Facts:
@@ -114,6 +119,7 @@ def survey(env: Mapping[str, str]) -> Facts:
         has_gpu_rdma=Path("/sys/module/nvidia_peermem").is_dir() or Path("/dev/gdrdrv").exists(),
         fabric_providers=_fabric_providers(env),
         ucx_env={key: value for key, value in env.items() if key.startswith("UCX_")},
+        secret_error=_secret_error(env),
     )
 
 
@@ -161,7 +167,15 @@ def _probe(script: str, env: Mapping[str, str]) -> Probe:
         except (json.JSONDecodeError, IndexError):
             return Probe({}, f"an answer that is no JSON: {done.stdout[-200:]!r}")
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return Probe({}, lines[-1] if lines else f"exit code {done.returncode}")
+    return Probe({}, "\n".join(lines[-_NUM_ERROR_LINES:]) or f"exit code {done.returncode}")
+
+
+def _secret_error(env: Mapping[str, str]) -> str:
+    try:
+        secret_from(env)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _fabric_providers(env: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -21,7 +21,7 @@ from kvshuttle.router.drive import Drive, Routing
 from kvshuttle.router.engine_client import EnginePool, PoolLimits
 from kvshuttle.router.exchange import LegError
 from kvshuttle.router.http_server import HttpServer, Responder
-from kvshuttle.router.http_text import Request, engine_request, for_client, for_engine
+from kvshuttle.router.http_text import RETRY_AFTER, Request, engine_request, for_client, for_engine
 from kvshuttle.router.openai import Endpoint, error_body, parse_request, unknown_model_message
 from kvshuttle.router.prober import EngineChannel, Prober
 from kvshuttle.router.registry import Engine, Registry
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _JSON = (b"content-type", b"application/json")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_RETRY_AFTER_S = 1
 _KINDS = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -95,6 +94,7 @@ class Router:
     # --- routes ---
 
     async def _handle(self, request: Request, responder: Responder) -> None:
+        responder.id_header = [(b"x-request-id", self._request_id(request).encode())]
         method, handler = self._routes.get(request.path, (b"", _not_found))
         try:
             if request.method == b"OPTIONS" and method:
@@ -108,7 +108,8 @@ class Router:
 
     async def _infer(self, endpoint: Endpoint, request: Request, responder: Responder) -> None:
         started_at_s = now_s()
-        receipt = Receipt(self._request_id(request), endpoint, outcome=Outcome.CLIENT_ERROR)
+        ((_, request_id),) = responder.id_header
+        receipt = Receipt(request_id.decode(), endpoint, outcome=Outcome.CLIENT_ERROR)
         try:
             parsed = parse_request(endpoint, request.body)
             receipt.model, receipt.num_tokens_estimated = parsed.model, parsed.traits.num_tokens
@@ -170,6 +171,7 @@ class Router:
             "pairs": num_pairs,
             "prefill": {"up": sum(engine.is_up for engine in registry.prefills), "total": len(registry.prefills)},
             "decode": {"up": num_decodes, "total": len(registry.decodes)},
+            "down": {engine.name: engine.why_down for engine in registry.engines.values() if not engine.is_up},
             "incompatible": [
                 {"prefill": prefill, "decode": decode, "differences": differences}
                 for (prefill, decode), differences in registry.incompatible_pairs().items()
@@ -224,11 +226,11 @@ def _allowed(method: bytes) -> bytes:
 
 
 def _send_error(responder: Responder, error: RequestError, allow: bytes) -> None:
-    headers = [_JSON]
+    headers = [_JSON, *responder.id_header]
     if error.status == 405:
         headers.append((b"allow", allow))
     if error.status == 503:
-        headers.append((b"retry-after", b"%d" % _RETRY_AFTER_S))
+        headers.append(RETRY_AFTER)
     kind = _KINDS.get(error.status, "InternalServerError")
     responder.send(
         error.status,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from kvshuttle.router.http_text import DateHeader, Headers, Request, header_lines, status_line
+from kvshuttle.router.http_text import RETRY_AFTER, DateHeader, Headers, Request, header_lines, status_line
 from kvshuttle.router.openai import error_body
 from kvshuttle.router.request_parser import Refusal, RequestParser
 
@@ -33,12 +33,23 @@ Handler = Callable[[Request, "Responder"], Awaitable[None]]
 class Responder:
     """Answers one request: either ``send`` once, or ``start``, ``write`` …, then ``finish`` or ``abort``."""
 
-    __slots__ = ("_connection", "_is_chunked", "_request", "is_finished", "is_started", "num_bytes", "status")
+    __slots__ = (
+        "_connection",
+        "_is_chunked",
+        "_request",
+        "id_header",
+        "is_finished",
+        "is_started",
+        "num_bytes",
+        "status",
+    )
 
     def __init__(self, connection: ClientConnection, request: Request) -> None:
         self._connection = connection
         self._request = request
         self._is_chunked = False
+        self.id_header: Headers = []
+        """What names the request in errors of the router's own; the handler sets it."""
         self.is_started = False
         self.is_finished = False
         self.num_bytes = 0
@@ -239,7 +250,7 @@ class ClientConnection(asyncio.Protocol):
             logger.exception("unhandled error while answering %r", request.path[:64])
             if not responder.is_started:
                 body = error_body("Internal error of the router.", status=500, kind="InternalServerError")
-                responder.send(500, [(b"content-type", b"application/json")], body)
+                responder.send(500, [(b"content-type", b"application/json"), *responder.id_header], body)
             elif not responder.is_finished:
                 responder.abort()
         finally:
@@ -264,8 +275,9 @@ class ClientConnection(asyncio.Protocol):
         self.server.on_refused(refusal.status)
         kind = "BadRequestError" if refusal.status < 500 else "ServiceUnavailableError"
         body = error_body(refusal.message, status=refusal.status, kind=kind)
+        headers = header_lines([RETRY_AFTER] if refusal.status == 503 else [])
         framing = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.write(status_line(refusal.status) + self.server.date.line() + framing + body)
+        self.write(status_line(refusal.status) + self.server.date.line() + headers + framing + body)
         # Closing with unread input would reset the connection, and the client might never see the answer.
         self._is_lingering = True
         self._since_s = self.server.loop.time()

@@ -10,6 +10,9 @@ from http import HTTPStatus
 Headers = list[tuple[bytes, bytes]]
 """In order of arrival; names in lower case."""
 
+RETRY_AFTER = (b"retry-after", b"1")
+"""Goes with every 503 of the router's own: engines are looked at about once a second."""
+
 HOP_BY_HOP = frozenset(
     {
         b"connection",

@@ -60,7 +60,7 @@ def run_router(config: RouterConfig, *, secret: bytes | None = None, ready: Call
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
     channel = SideChannel(secret)
     channel.start()
-    announce = ready or functools.partial(logger.info, "listening on port %d")
+    announce = ready or functools.partial(logger.info, "listening on %s port %d", config.host)
     try:
         is_clean = uvloop.run(serve_until_signalled(config, channel, announce))
     finally:

@@ -109,7 +109,9 @@ class Prober:
                 return  # says nothing about the engine
             failures = self._http_failures.get(engine.name, 0) + 1
             self._http_failures[engine.name] = failures
-            if error.reason is FailureReason.CONNECT or failures >= self._config.unhealthy_after:
+            # One that is not up has no good name to lose: say at once why.
+            is_lost = failures >= self._config.unhealthy_after or not engine.is_up
+            if error.reason is FailureReason.CONNECT or is_lost:
                 self._registry.set_up(engine, is_up=False, why=f"health: {error}")
                 self._bury(engine)
             return

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_QUARANTINE_DOUBLINGS = 4
+_NOT_PROBED = "not probed yet"
 
 
 class Engine:
@@ -39,6 +40,7 @@ class Engine:
         self.report: StatusReport | None = None
         self.models: frozenset[str] | None = None
         self.is_up = False
+        self.why_down = _NOT_PROBED
         self.peers: frozenset[str] = frozenset()
         self.outstanding_requests = 0
         self.outstanding_tokens = 0
@@ -163,10 +165,14 @@ class Registry:
 
     def set_up(self, engine: Engine, *, is_up: bool, why: str) -> None:
         """Record whether the engine's HTTP server answers. Going down forgets who it was."""
-        if engine.is_up == is_up:
+        is_first, is_change = engine.why_down == _NOT_PROBED, engine.is_up != is_up
+        engine.why_down = "" if is_up else why
+        if not (is_change or is_first):
             return
         engine.is_up = is_up
         logger.log(logging.INFO if is_up else logging.WARNING, "%s is %s: %s", engine.name, _up(is_up=is_up), why)
+        if not is_change:
+            return  # an engine that never came up has nothing to forget
         if not is_up:
             engine.card = engine.report = None
             engine.pool.close_idle()

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 from prometheus_client import CollectorRegistry, generate_latest
@@ -109,8 +109,9 @@ class Receipt:
     endpoint: Endpoint
     model: str = ""
     num_tokens_estimated: int = 0
-    route: Route = Route.PAIR
-    reason: RouteReason = RouteReason.DEFAULT
+    route: Route | Literal[""] = ""
+    """Empty, like ``reason``, when the request was refused before one was chosen."""
+    reason: RouteReason | Literal[""] = ""
     window: Window = Window.BETWEEN
     outcome: Outcome = Outcome.OK
     status: int = 0
@@ -148,7 +149,8 @@ class Telemetry:
     def finish(self, receipt: Receipt) -> None:
         """Count and log a request that is over."""
         self._requests[receipt.endpoint, receipt.outcome] += 1
-        self._decisions[receipt.route, receipt.reason] += 1
+        if receipt.route:
+            self._decisions[receipt.route, receipt.reason] += 1
         if receipt.outcome is Outcome.DISCONNECTED:
             self._disconnects[(receipt.window,)] += 1
         for stage, duration_s in receipt.stages_s.items():

@@ -126,6 +126,7 @@ SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=to
 @pytest.mark.parametrize(
     ("parallel", "cache", "message"),
     [
+        ({"data_parallel_size": 2}, groups(SPEC), "data_parallel_size: one API server would spread"),
         ({"pipeline_parallel_size": 2}, groups(SPEC), "pipeline_parallel_size: kvshuttle supports 1 only"),
         ({"decode_context_parallel_size": 2}, groups(SPEC), "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, groups(SPEC), "prefill_context_parallel_size"),

@@ -8,6 +8,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvshuttle.connector import connector as facade
 from kvshuttle.connector.connector import ShuttleConnector
+from kvshuttle.connector.reader import EngineClock
 from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder, StepMetadata, WorkerReport
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
 from kvshuttle.handoff.fetch_protocol import Outcome
@@ -290,6 +291,17 @@ def test_a_good_read_of_a_lost_lease_is_withheld_and_then_fails(offered):
     assert step.failed_loads == [FailedLoad("r", "read_too_late", (7, 8, 9))]
     assert offered.settle("read_too_late") == {"r"}
     assert offered.connector.get_kv_connector_stats().data["transfers|read|read_too_late"] == 1
+
+
+@pytest.mark.parametrize(("is_shared", "is_trusted"), [(True, True), (False, False)])
+def test_workers_of_another_clock_are_not_believed_when_the_lease_is_over(offered, monkeypatch, is_shared, is_trusted):
+    reader = offered.half._reader
+    reader._clock = EngineClock("here", is_shared=is_shared)
+    offered.offer()
+    offered.alloc(40)
+    ends_at_s = offered.reading.fetch._held.ends_at_s
+    monkeypatch.setattr("kvshuttle.connector.reader.now_s", lambda: ends_at_s + 1.0)
+    assert offered.settle() == ({"r"} if is_trusted else set())
 
 
 def test_a_request_that_ended_meanwhile_is_passed_on_whatever_came_of_its_read(offered):

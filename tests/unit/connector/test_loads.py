@@ -8,8 +8,8 @@ from kvshuttle.connector.reads import DrainedRead, ReadResult
 BLOCKS = (4, 5)
 
 
-def expecting(*, is_failure_immediate=True):
-    loads = Loads(is_failure_immediate=is_failure_immediate)
+def expecting():
+    loads = Loads()
     loads.expect("r", block_ids=BLOCKS, budget_s=10.0, now_s=100.0)
     return loads
 
@@ -27,7 +27,7 @@ def test_a_load_ends_once_though_its_result_comes_twice():
 
 
 def test_a_result_that_nobody_expects_is_dropped():
-    assert settle(Loads(is_failure_immediate=True), ReadResult("r", "")) == ([], Counter(), Counter())
+    assert settle(Loads(), ReadResult("r", "")) == ([], Counter(), Counter())
 
 
 def test_a_failure_names_its_blocks_and_a_success_does_not():
@@ -43,18 +43,10 @@ def test_an_undrained_failure_is_told_at_once_and_its_end_later():
     assert settle(loads, DrainedRead("r")) == ([], {}, {"r": 1})
 
 
-def test_where_blocks_are_reused_by_the_same_request_an_undrained_failure_waits_for_its_end():
-    loads = expecting(is_failure_immediate=False)
-    assert settle(loads, ReadResult("r", "timed_out", is_drained=False)) == ([], {}, {})
-    assert settle(loads, now_s=10_000.0) == ([], {}, {})
-    assert settle(loads, DrainedRead("r")) == ([("r", "timed_out")], {}, {})
-    assert repr(loads) == "<Loads pending=0 held_back=0 given_up=0>"
-
-
 def test_a_load_that_is_ordered_to_fail_fails_at_the_next_settle():
     from kvshuttle.connector.step_metadata import FailedLoad
 
-    loads = Loads(is_failure_immediate=True)
+    loads = Loads()
     loads.fail(FailedLoad("r", "lease_lost", BLOCKS))
     assert settle(loads, now_s=1e9) == ([("r", "lease_lost")], {}, {})
     assert settle(loads) == ([], {}, {})
@@ -78,14 +70,4 @@ def test_a_late_result_of_a_load_that_was_given_up_only_frees_its_blocks(late):
     settle(loads, now_s=1000.0)
     ended, undrained, drained = settle(loads, *late, now_s=1001.0)
     assert (ended, undrained, drained) == ([], {}, {"r": 1})
-    assert repr(loads) == "<Loads pending=0 held_back=0 given_up=0>"
-
-
-@pytest.mark.parametrize(
-    "late", [[ReadResult("r", "")], [ReadResult("r", "timed_out", is_drained=False), DrainedRead("r")]]
-)
-def test_where_a_failure_waits_a_load_that_was_given_up_ends_when_the_thread_comes_round(late):
-    loads = expecting(is_failure_immediate=False)
-    assert settle(loads, now_s=1000.0) == ([], {}, {})
-    assert settle(loads, *late, now_s=1001.0) == ([("r", "comm_thread_stuck")], {}, {})
-    assert repr(loads) == "<Loads pending=0 held_back=0 given_up=0>"
+    assert repr(loads) == "<Loads pending=0 given_up=0>"

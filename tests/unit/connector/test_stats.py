@@ -74,7 +74,7 @@ def test_stats_travel_as_vllm_sends_them():
     stats.count("transfer_bytes", "read", by=2**40)
     stats.observe("transfer_wire_seconds", "read", value=0.25)
     assert pickle.loads(pickle.dumps(stats)).data == stats.data
-    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
     assert ShuttleStats(payload).data == stats.data
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshuttle.launcher import doctor as doctor_module
+from kvshuttle.launcher import survey as survey_module
 from kvshuttle.launcher.doctor import Level, diagnose, report_of, run_doctor
 from kvshuttle.launcher.survey import Facts, NetworkDevice, Probe, network_devices, providers_in
 
@@ -41,6 +42,9 @@ WITH_EFA = replace(
     has_device_files=True,
     nixl=Probe({"plugins": ["LIBFABRIC"], "backends": {"LIBFABRIC": ""}}),
 )
+
+
+WITHOUT_UCX = replace(HEALTHY, nixl=Probe({"plugins": ["UCX"], "backends": {"UCX": "NIXL_ERR_BACKEND"}}))
 
 
 def finding(facts: Facts, subject: str):
@@ -87,6 +91,28 @@ def test_ucx_settings_that_leave_rdma_are_fine(chosen: str) -> None:
     assert finding(replace(WITH_RDMA, ucx_env={"UCX_TLS": chosen}), "network").level is Level.OK
 
 
+@pytest.mark.parametrize("chosen", ["all", "tcp", "sm,tcp", "^ib"])
+def test_a_setting_that_keeps_tcp_is_not_blamed_for_a_ucx_that_does_not_start(chosen: str) -> None:
+    assert finding(replace(WITHOUT_UCX, ucx_env={"UCX_TLS": chosen}), "UCX_TLS").level is Level.OK
+
+
+def test_a_failed_probe_keeps_the_last_five_lines_of_what_it_said() -> None:
+    script = "import sys; sys.exit('\\n'.join(f'line {index}' for index in range(9)))"
+    assert survey_module._probe(script, {}).error == "line 4\nline 5\nline 6\nline 7\nline 8"
+
+
+def test_several_lines_of_an_error_stay_in_their_column() -> None:
+    lines = report_of(diagnose(replace(HEALTHY, torch=Probe({}, "first\nsecond")))).splitlines()
+    (index,) = [index for index, line in enumerate(lines) if "first" in line]
+    assert lines[index + 1].strip() == "second"
+    assert lines[index + 1].index("second") == lines[index].index("does not import")
+
+
+@pytest.mark.parametrize(("secret", "is_wrong"), [("short", True), ("x" * 16, False), ("", False)])
+def test_a_secret_that_is_too_short_is_seen(secret: str, is_wrong: bool) -> None:
+    assert bool(survey_module._secret_error({"KVSHUTTLE_SECRET": secret})) is is_wrong
+
+
 def test_a_down_port_is_named() -> None:
     facts = replace(WITH_RDMA, devices=(MLX, NetworkDevice("mlx5_1", "mlx5_core", 1, ())))
     texts = [found.text for found in diagnose(facts) if found.subject == "network"]
@@ -116,6 +142,9 @@ def test_a_libfabric_that_does_not_start_is_a_problem_only_where_there_is_efa() 
         (replace(HEALTHY, nixl=Probe({}, "No module named 'nixl_cu12'")), "NIXL"),
         (replace(HEALTHY, nixl=Probe({"plugins": [], "backends": {"UCX": "NIXL_ERR_BACKEND"}})), "NIXL UCX"),
         (replace(HEALTHY, ucx_env={"UCX_TLS": "sm,self"}), "UCX_TLS"),
+        (replace(WITHOUT_UCX, ucx_env={"UCX_TLS": "rc"}), "UCX_TLS"),
+        (replace(WITHOUT_UCX, ucx_env={"UCX_TLS": "^tcp"}), "UCX_TLS"),
+        (replace(HEALTHY, secret_error="KVSHUTTLE_SECRET: too short"), "secret"),
     ],
 )
 def test_what_cannot_work_is_a_problem_with_a_fix(facts: Facts, subject: str) -> None:

@@ -47,8 +47,8 @@ def test_each_engine_gets_a_core_of_its_own_when_there_are_two() -> None:
     ("num_cores", "num_ranks", "expected"),
     [
         (2, [1, 1], [[(0,)], [(1,)]]),
-        (2, [2, 2], [[(0,), (1,)], [(0,), (1,)]]),
-        (1, [1, 1], [[(0,)], [(0,)]]),
+        (2, [2, 2], [[], []]),
+        (1, [1, 1], [[], []]),
         (4, [1, 1], [[(0, 1)], [(2, 3)]]),
         (8, [1, 1], [[(0, 1, 2)], [(4, 5, 6)]]),
         (8, [2, 2], [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]),
@@ -60,6 +60,12 @@ def test_cores_are_shared_evenly_and_large_shares_leave_one_for_the_engines_othe
 ) -> None:
     shares = share_cores(tuple(range(num_cores)), num_ranks)
     assert [list(share.cores) for share in shares] == expected
+
+
+def test_nothing_is_bound_when_there_are_fewer_cores_than_ranks() -> None:
+    prefill, decode = fleet(LauncherConfig(engine_args=("--tensor-parallel-size", "2"))).engines
+    assert prefill.env["VLLM_CPU_OMP_THREADS_BIND"] == decode.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert prefill.cores == decode.cores == ()
 
 
 def test_the_cores_of_each_rank_are_separated_by_a_bar() -> None:
