@@ -11,7 +11,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, TypeVar
 
-from hypothesis import event, given
+import pytest
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -443,6 +444,14 @@ class PushMachine(RuleBasedStateMachine):
 
 
 TestPush = PushMachine.TestCase
+
+
+class LongPushMachine(PushMachine):
+    """The same for minutes: what the short run may miss."""
+
+
+LongPushMachine.TestCase.settings = settings(settings.get_profile("long"), max_examples=20_000)
+TestPushForLong = pytest.mark.long(LongPushMachine.TestCase)
 
 
 WORK = ["chunk", "chunk", "preempt", "roll back", "messages", "message", "order", "note", "fact", "post", "land", "end"]
