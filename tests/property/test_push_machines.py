@@ -195,6 +195,17 @@ class PushMachine(RuleBasedStateMachine):
     def a_prefill_is_preempted(self, index: int, waits: bool) -> None:
         self.pair.running_holder.preempt(self.pick(self.running, index), self.pair.holder_now_s, waits=waits)
 
+    @precondition(lambda self: self.pair.running_holder and self.writes)
+    @rule(index=INDEX, num_landing=st.integers(0, 2), chunk=CHUNKS)
+    def a_prefill_is_preempted_while_it_is_written_from(self, index: int, num_landing: int, chunk: int) -> None:
+        """And nobody waits: the rest of the write reads what others compute into its blocks."""
+        rank, write = self.pick(self.writes, index)
+        for request in [each for each in self.running if each.source_id == write.source_id]:
+            self.pair.running_holder.preempt(request, self.pair.holder_now_s, waits=False)
+            for _ in range(num_landing):
+                self.pair.land(rank, write)
+            self.compute(request, chunk)
+
     @precondition(lambda self: self.running)
     @rule(index=INDEX, hold_s=st.sampled_from([0.5, 30.0]))
     def a_prefill_is_answered(self, index: int, hold_s: float) -> None:
