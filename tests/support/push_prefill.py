@@ -123,8 +123,7 @@ class PrefillRank:
             for run in post.plan.runs
             for step in range(run.num_blocks)
         ]
-        source_id = self.writer._outboxes[post.lease_id].source.source_id
-        write = Write(self.rank, post, source_id, pairs)
+        write = Write(self.rank, post, post.source_id, pairs)
         self.engine.world.check_post(self.engine, write)
         self.writes.append(write)
         return True

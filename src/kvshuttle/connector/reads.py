@@ -45,6 +45,8 @@ class ReadResult:
     num_descriptors: int = 0
     post_s: float = 0.0
     wire_s: float = 0.0
+    is_pushed: bool = False
+    """It was not read at all: everything was written by the holder. ``wire_s`` is the time it was waited for."""
 
 
 @dataclass(frozen=True, slots=True)

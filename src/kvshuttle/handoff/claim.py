@@ -149,7 +149,7 @@ class Claim:
         if self.state is ClaimState.WITHDRAWING:
             return self._withdraw(now_s)
         if now_s >= self._give_up_at_s:
-            return self.give_up(PushOutcome.WAITED_TOO_LONG, "", now_s=now_s)
+            return self.give_up(PushOutcome.WAITED_TOO_LONG, "", now_s=now_s, drop=True)
         if now_s >= self._alive_at_s + self._limits.push_timeout_s:
             return self.give_up(PushOutcome.WENT_QUIET, "", now_s=now_s)
         return self._proceed(now_s)
@@ -246,6 +246,10 @@ class Claim:
         self._move(ClaimTrigger.GIVEN_UP)
         self._note(why, detail)
         return self._withdraw(now_s)
+
+    def lose_interest(self) -> None:
+        """What the handle names will not be read instead, so the holder need not keep it either."""
+        self._is_drop_wanted = True
 
     def finish(self, now_s: float) -> Actions:
         """Everything is here; what the handle names is not needed any more."""

@@ -76,6 +76,10 @@ class Fallback:
         """Let deadlines pass."""
         return self._go_on(self.fetch.tick(now_s), now_s)
 
+    def next_deadline_at_s(self) -> float | None:
+        """The fetch's."""
+        return self.fetch.next_deadline_at_s()
+
     @property
     def outcome(self) -> Outcome | None:
         """The fetch's."""

@@ -114,6 +114,7 @@ class Intake:
             actions += self._after_claim(self.claim.tick(now_s), now_s)
         if self.state is IntakeState.STOPPING and now_s >= self._confirm_by_s:
             self._move(IntakeTrigger.UNCONFIRMED)
+            self._claim.lose_interest()
             actions += (ip.Quarantine(self._destinations), self._fail())
         if self.fallback is not None:
             actions += self._after_fallback(self.fallback.tick(now_s))
@@ -134,9 +135,8 @@ class Intake:
 
     def next_deadline_at_s(self) -> float | None:
         """When ``tick`` next has something to do; None when only a fact can move this intake."""
-        deadlines = [self.claim.next_deadline_at_s() if self.claim else None]
-        deadlines += [self._confirm_by_s if self.state is IntakeState.STOPPING else None]
-        deadlines += [self.fallback.fetch.next_deadline_at_s() if self.fallback else None]
+        deadlines = [self._confirm_by_s if self.state is IntakeState.STOPPING else None]
+        deadlines += [each.next_deadline_at_s() for each in (self.claim, self.fallback) if each is not None]
         return min((at_s for at_s in deadlines if at_s is not None), default=None)
 
     @property

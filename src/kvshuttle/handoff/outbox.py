@@ -55,6 +55,7 @@ class PostWrite:
     """Write ``plan`` to ``worker``, with ``notification`` attached; then report how it ends."""
 
     lease_id: str
+    source_id: str
     plan: BlockPlan
     worker: WorkerCard
     notification: Written
@@ -117,7 +118,7 @@ class Outbox:
         self._under_way.add((self._epoch, self._num_writes))
         self._next_index = end
         self._num_writes += 1
-        return PostWrite(self.lease_id, plan, self.worker, written)
+        return PostWrite(self.lease_id, self.source.source_id, plan, self.worker, written)
 
     def on_progress(self) -> tuple[Notify, ...]:
         """The source has more blocks, or its last."""

@@ -162,20 +162,12 @@ class PushSource:
         Where the ledger takes the blocks, it owns them from here on, as after its ``hold``.
         """
         source = self._sources[source_id]
-        is_wanted = self._sources.why_spent(source.handle) is None
-        if not is_computed or self._ledger.is_full:
-            return self._abandon(source, block_ids, now_s)
-        if not (is_wanted or source.registrations):
-            source.block_ids = ()
-            self._sources.review(source)
-            return Ending(is_taken=False, is_held=False)
-        source.block_ids = block_ids
-        self._ledger.hold(source.handle, block_ids=block_ids, chain=source.chain, duration_s=duration_s, now_s=now_s)
-        for registration in source.registrations.values():
-            registration.pin = self._ledger.pin(source.handle, block_ids)
-        if not is_wanted:
-            self._ledger.release(Release(handles=(source.handle,)), now_s=now_s)
-        return Ending(is_taken=True, is_held=is_wanted)
+        if is_computed and not self._ledger.is_full:
+            ending = self._keep(source, block_ids, duration_s, now_s)
+        else:
+            ending = self._abandon(source, block_ids, now_s)
+        self._sources.end(source)
+        return ending
 
     def take_sources_over(self) -> tuple[str, ...]:
         """Sources that no worker will be asked about any more, each once."""
@@ -202,6 +194,7 @@ class PushSource:
         """Let leases end."""
         while (registration := self._deadlines.pop_ended(now_s)) is not None:
             self._stop(registration, RegistrationTrigger.EXPIRED, "lease_expired", now_s)
+        self._sources.review_all()
 
     def next_deadline_at_s(self) -> float | None:
         """When ``tick`` or ``take_orders`` next has something to do; None when only a message can move anything."""
@@ -215,8 +208,6 @@ class PushSource:
 
     def __repr__(self) -> str:
         return f"<PushSource sources={len(self._sources)} registrations={len(self._registrations)}>"
-
-    # -- the rest ---------------------------------------------------------------------------------
 
     def _refusal(self, message: Register) -> Declined | None:
         if message.incarnation and message.incarnation != self._card.incarnation:
@@ -272,6 +263,19 @@ class PushSource:
         if registration.state is RegistrationState.ENDED:
             self._end(registration, now_s)
 
+    def _keep(self, source: Source, block_ids: tuple[int, ...], duration_s: float, now_s: float) -> Ending:
+        """The prompt is computed: hold it, and pin it for those that are written to."""
+        is_wanted = self._sources.why_spent(source.handle) is None
+        if not (is_wanted or source.registrations):
+            return Ending(is_taken=False, is_held=False)
+        source.block_ids = block_ids
+        self._ledger.hold(source.handle, block_ids=block_ids, chain=source.chain, duration_s=duration_s, now_s=now_s)
+        for registration in source.registrations.values():
+            registration.pin = self._ledger.pin(source.handle, block_ids)
+        if not is_wanted:
+            self._ledger.release(Release(handles=(source.handle,)), now_s=now_s)
+        return Ending(is_taken=True, is_held=is_wanted)
+
     def _abandon(self, source: Source, block_ids: tuple[int, ...], now_s: float) -> Ending:
         """The prompt will not be had from this request."""
         self._sources.spend(source.handle, DeclineReason.PREFILL_ENDED)
@@ -281,8 +285,6 @@ class PushSource:
         if source.registrations and block_ids:
             source.fence = self._ledger.keep(block_ids)
             return Ending(is_taken=True, is_held=False)
-        source.block_ids = ()
-        self._sources.review(source)
         return Ending(is_taken=False, is_held=False)
 
     def _end(self, registration: Registration, now_s: float) -> None:

@@ -46,6 +46,7 @@ class Sources:
         self._by_handle: dict[str, list[Source]] = {}
         self._spent: OrderedDict[str, DeclineReason] = OrderedDict()
         self._over: list[str] = []
+        self._ended: dict[str, Source] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -79,13 +80,18 @@ class Sources:
         """None when something may be had under it."""
         return self._spent.get(handle)
 
+    def end(self, source: Source) -> None:
+        """Its request has ended."""
+        self._ended[source.source_id] = source
+        self.review(source)
+
     def review(self, source: Source) -> None:
         """Forget a source if it is over."""
-        if source.registrations or (source.block_ids is None and source.fence is None):
+        if source.registrations or source.source_id not in self._ended:
             return
         if source.block_ids and self._ledger.is_findable(source.handle, source.block_ids):
             return
-        del self._by_id[source.source_id]
+        del self._by_id[source.source_id], self._ended[source.source_id]
         siblings = self._by_handle[source.handle]
         siblings.remove(source)
         if not siblings:
@@ -93,9 +99,13 @@ class Sources:
             self.spend(source.handle, DeclineReason.UNKNOWN_HANDLE)
         self._over.append(source.source_id)
 
+    def review_all(self) -> None:
+        """The ledger has let go of something, perhaps."""
+        for source in tuple(self._ended.values()):
+            self.review(source)
+
     def take_over(self) -> tuple[str, ...]:
         """Sources that are over, each once."""
-        for source in tuple(self._by_id.values()):
-            self.review(source)
+        self.review_all()
         over, self._over = tuple(self._over), []
         return over

@@ -315,7 +315,7 @@ def test_even_a_lively_holder_is_not_waited_for_endlessly() -> None:
     made = standing(fetch=LIMITS, push_timeout_s=1000.0)
     made.tick(299.9)
     assert made.state is ClaimState.STANDING
-    assert made.tick(300.0) == (WITHDRAW,)
+    assert made.tick(300.0) == (SendWithdraw(withdraw(drop=True), 2.0),)
     assert made.why is PushOutcome.WAITED_TOO_LONG
 
 

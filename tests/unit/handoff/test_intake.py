@@ -399,7 +399,8 @@ def test_without_a_confirmation_the_load_fails_and_its_blocks_are_kept_back() ->
     for _ in range(5):
         at_s = made.next_deadline_at_s()
         assert at_s is not None
-        assert made.tick(at_s) == (WITHDRAW,)
+        # Nobody will read it any more.
+        assert made.tick(at_s) == (SendWithdraw(withdraw(drop=True), 2.0),)
     assert made.on(DRAINED, now_s=100.0) == (LiftQuarantine(),)
     assert made.is_drained
 

@@ -94,7 +94,8 @@ IN_STATE: dict[OutboxState, Callable[[], Outbox]] = {
     OutboxState.CLOSED: closed,
     OutboxState.ENDED: ended,
 }
-WRITE = PostWrite("lease-1", BlockPlan(0, 3, (BlockRun(5, 21, 2), BlockRun(9, 23, 1))), WORKER, Written(REG, 0, 0, 3))
+PLAN = BlockPlan(0, 3, (BlockRun(5, 21, 2), BlockRun(9, 23, 1)))
+WRITE = PostWrite("lease-1", "req-1", PLAN, WORKER, Written(REG, 0, 0, 3))
 
 
 # -- the happy path ----------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ def test_closing_twice_is_a_bug(state: OutboxState) -> None:
 @pytest.mark.parametrize("state", OutboxState)
 def test_the_end_of_a_write_that_is_not_under_way_changes_nothing(state: OutboxState) -> None:
     made = IN_STATE[state]()
-    stranger = PostWrite("lease-1", WRITE.plan, WORKER, Written(REG, 7, 0, 3))
+    stranger = PostWrite("lease-1", "req-1", WRITE.plan, WORKER, Written(REG, 7, 0, 3))
     before = repr(made)
     assert made.on_write_ended(stranger, is_ok=True) == ()
     assert made.on_write_failed(stranger) == ()
