@@ -12,11 +12,23 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _own_logger() -> Iterator[None]:
-    """The connector redirects the package's logger to vLLM's handlers, which must not outlive its test."""
-    logger = logging.getLogger("kvshuttle")
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+def _untouched_loggers() -> Iterator[None]:
+    """Other code's logging set-up must not reach the next test.
+
+    The connector lends vLLM's handlers to our logger, importing vLLM sets those up, and a ``dictConfig`` of a tool
+    disables loggers that exist already.
+    """
+    _reset_loggers()
     yield
-    logger.handlers = handlers
-    logger.setLevel(level)  # not by assignment: loggers cache what is enabled
-    logger.propagate = propagate
+    _reset_loggers()
+
+
+def _reset_loggers() -> None:
+    logging.disable(logging.NOTSET)
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in {"kvshuttle", "vllm"}:
+            logger = logging.getLogger(name)
+            logger.handlers = []
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
+            logger.disabled = False

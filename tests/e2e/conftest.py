@@ -20,11 +20,19 @@ LEASE_S = 6.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here starts engines, and a test may wait for one to start again."""
+    """Everything here starts engines, and a test may wait for one to start again.
+
+    Tests with engines of their own come first: those are stopped before the shared ones start, or memory runs out.
+    """
     for item in items:
-        if "e2e" in Path(item.fspath).parts:
+        if _is_e2e(item):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(600))
+    items.sort(key=lambda item: _is_e2e(item) + (_is_e2e(item) and "live" in getattr(item, "fixturenames", ())))
+
+
+def _is_e2e(item: pytest.Item) -> bool:
+    return "e2e" in Path(item.fspath).parts
 
 
 @pytest.fixture(scope="session")

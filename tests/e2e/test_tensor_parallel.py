@@ -61,7 +61,14 @@ def parallel(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterato
         str(CHUNK_TOKENS),
     )
     config = LauncherConfig(
-        port=0, dtype="float32", kv_cache_gib=1, max_model_len=2048, served_model_name="smollm2", engine_args=args
+        port=0,
+        dtype="float32",
+        kv_cache_gib=1,
+        max_model_len=2048,
+        served_model_name="smollm2",
+        engine_args=args,
+        # Six ranks that spin while they wait share two cores here: this is about what is read, not about how soon.
+        connector_options={"acquire_timeout_s": 20.0, "read_timeout_s": 25.0},
     )
     with live_cluster(config, model, log_dir / "tensor-parallel", plain_args=args) as cluster:
         yield cluster
