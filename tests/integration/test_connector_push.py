@@ -33,6 +33,12 @@ def step_apart(pair):
     pair.sink.step()
 
 
+def report(engine):
+    """Let an idle engine step, so that its workers' metrics come out."""
+    engine.add(f"small-{engine.num_steps}", [1])
+    run_until(engine.is_idle, [engine], "a small request")
+
+
 def test_a_prompt_is_written_while_it_is_computed_and_only_its_last_token_computed_again(make_pair):
     pair = make_pair(source=SMALL_CHUNKS)
     pair.finish(pair.push("x-1", LONG, max_tokens=5))
@@ -42,6 +48,7 @@ def test_a_prompt_is_written_while_it_is_computed_and_only_its_last_token_comput
     num_blocks = -(-len(LONG) // BLOCK_SIZE)
     assert pair.sink.count("transfer_bytes", "push") == num_blocks * 2 * 1024
     pair.assert_drained()
+    report(pair.source)
     written = pair.source.count("transfer_bytes", "write")
     assert written == num_blocks * 2 * 1024
     assert pair.source.count("pushed_bytes", "streamed") + pair.source.count("pushed_bytes", "final") == written
@@ -61,6 +68,7 @@ def test_with_many_chunks_most_bytes_are_written_before_the_last_one_is_computed
         run_until(has_caught_up, [pair.sink], "the chunk to be written")
     pair.finish(request_id)
     pair.assert_drained()
+    report(pair.source)
     streamed = pair.source.count("pushed_bytes", "streamed")
     assert streamed > 0.8 * pair.source.count("transfer_bytes", "write")
 
@@ -268,4 +276,69 @@ def test_a_push_and_a_pull_at_the_same_time_do_not_disturb_each_other(make_pair)
     pair.finish(pair.decode("x-1"), pair.push("x-2", WHOLE_BLOCKS))
     assert pair.sink.count("transfer_tokens", "read") == len(PROMPT)
     assert pushed(pair) == len(WHOLE_BLOCKS)
+    pair.assert_drained()
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("num_steps", range(0, 14, 2))
+def test_an_abort_of_either_leg_at_any_moment_leaves_nothing_behind(make_pair, num_steps, leg):
+    pair = make_pair(source={"extra": HASTY, **SMALL_CHUNKS}, sink={"extra": HASTY})
+    request_id = pair.push("x-1", LONG)
+    for _ in range(num_steps):
+        step_apart(pair)
+    if leg == "prefill":
+        pair.source.abort("prefill-2")
+        pair.finish(request_id)
+    else:
+        pair.sink.abort(request_id)
+        run_until(lambda: pair.source.has_finished("prefill-2"), [pair.source, pair.sink], "the prefill leg")
+    pair.assert_drained()
+
+
+def test_three_decode_legs_of_one_prompt_are_all_written_to(make_pair):
+    pair = make_pair(source=SMALL_CHUNKS, sink={"num_blocks": 100})
+    requests = [pair.decode("x-1", LONG, mode=Mode.PUSH) for _ in range(3)]
+    run_until(lambda: len(pair.source.half._pusher._source._registrations) == 3, [pair.sink], "registrations")
+    pair.begin_prefill("x-1", LONG)
+    pair.finish(*requests)
+    assert pair.sink.count("transfers", "push", "received") == 3
+    pair.assert_drained()
+
+
+def test_two_sinks_are_written_to_by_one_source_at_the_same_time(make_pair):
+    pair = make_pair(source={"num_blocks": 120, **SMALL_CHUNKS})
+    other = pair.start("other")
+    request_id = pair.push("x-1", LONG)
+    other.add("decode-other", WHOLE_BLOCKS, pair.leg("x-2", Mode.PUSH), max_tokens=3)
+    pair.begin_prefill("x-2", WHOLE_BLOCKS)
+    engines = [pair.source, pair.sink, other]
+    run_until(lambda: pair.sink.has_finished(request_id) and other.has_finished("decode-other"), engines, "both")
+    assert other.count("transfer_tokens", "push") == len(WHOLE_BLOCKS)
+    assert pushed(pair) == len(LONG)
+    pair.assert_drained()
+
+
+def test_one_sink_is_written_to_by_two_sources_at_the_same_time(make_pair):
+    pair = make_pair(source=SMALL_CHUNKS, sink={"num_blocks": 100})
+    first = pair.push("x-1", LONG)
+    one = pair.source
+    pair.source = pair.start("another", **SMALL_CHUNKS)
+    pair.card = pair.source.card
+    second = pair.push("x-2", [9, *LONG])
+    run_until(lambda: pair.sink.has_finished(first, second), [one, pair.source, pair.sink], "both")
+    for request_id in (first, second):
+        pair.check_answer(request_id)
+    assert pushed(pair) == 2 * len(LONG) + 1
+    pair.assert_drained()
+
+
+def test_a_decode_leg_without_room_is_registered_when_there_is_some(make_pair):
+    pair = make_pair(sink={"num_blocks": 30})
+    occupant = pair.sink.add("occupant", [3] * 200, max_tokens=10_000)
+    pair.sink.step()
+    request_id = pair.push("x-1", LONG)
+    run_until(lambda: pair.source.has_finished("prefill-2"), [pair.source, pair.sink], "the prefill leg")
+    pair.sink.abort(occupant.request_id)
+    pair.finish(request_id)
+    assert pushed(pair) == len(LONG)
     pair.assert_drained()

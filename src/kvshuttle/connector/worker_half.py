@@ -104,27 +104,28 @@ class WorkerHalf:
         if metadata is self._last_step or self._comm is None:
             return
         self._last_step = metadata
-        # Before anything can fail: whatever is in here gets an end.
+        # Before anything can fail: whatever is in here gets an end. Pushes first, since one may be called off in the
+        # step that begins it.
+        for expectation in metadata.pushes:
+            self._loads.expect_push(expectation.request_id, block_ids=expectation.block_ids)
         failed = [load for load in metadata.failed_loads if not load.is_push or self._is_pending(load)]
         reads = [order for order in metadata.reads if not order.is_instead_of_push or self._is_pending(order)]
-        self._expect(metadata, failed, reads)
+        self._expect(failed, reads)
         for incarnation in metadata.gone:
             self._comm.forget(incarnation)
         for incarnation, cards in metadata.peers.items():
             self._comm.meet(incarnation, cards[self._place.rank])
-        for load in failed:
-            self._comm.abandon(load.request_id)
         for expectation in metadata.pushes:
             self._comm.expect(expectation)
+        for load in failed:
+            self._comm.abandon(load.request_id)
         for order in reads:
             self._comm.order(order)
         self._restart(metadata.restarted, self._comm)
 
-    def _expect(self, metadata: StepMetadata, failed: list[FailedLoad], reads: list[ReadOrder]) -> None:
+    def _expect(self, failed: list[FailedLoad], reads: list[ReadOrder]) -> None:
         for load in failed:
             self._loads.fail(load)
-        for expectation in metadata.pushes:
-            self._loads.expect_push(expectation.request_id, block_ids=expectation.block_ids)
         for order in reads:
             block_ids = _destination(order.plan)
             self._loads.expect(order.request_id, block_ids=block_ids, budget_s=order.budget_s, now_s=now_s())

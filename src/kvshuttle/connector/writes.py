@@ -237,7 +237,8 @@ class Writes:
         try:
             return self._transport.poll(write.transfer)
         except Exception as error:  # noqa: BLE001 - it is this write's failure, and the others go on
-            logger.warning("kvshuttle: a write for %s cannot be followed: %r", write.post.lease_id, error)
+            if not write.is_failed:
+                logger.warning("kvshuttle: a write for %s cannot be followed: %r", write.post.lease_id, error)
             return TransferStatus.FAILED
 
     def _release(self, write: _Write) -> bool:
