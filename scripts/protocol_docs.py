@@ -13,7 +13,27 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from kvshuttle.handoff import fetch, fetch_protocol, fetch_states, ledger, messages, params, reader_lease
+sys.path.insert(0, str(Path(__file__).parent))
+
+import protocol_diagrams
+
+from kvshuttle import handoff as h
+from kvshuttle.handoff import (
+    claim,
+    fetch,
+    fetch_protocol,
+    inbox,
+    intake,
+    intake_protocol,
+    ledger,
+    messages,
+    notifications,
+    orders,
+    outbox,
+    params,
+    push_source,
+    reader_lease,
+)
 
 if TYPE_CHECKING:
     from enum import StrEnum
@@ -25,21 +45,44 @@ REPLIES: dict[type, str] = {
     messages.Acquire: "Acquired, Denied",
     messages.Renew: "Renewed",
     messages.Release: "Released",
+    messages.Register: "Registered, Declined",
+    messages.Proceed: "Proceeding, Declined",
+    messages.Withdraw: "Withdrawn, Declined",
+    messages.Orders: "OrdersTaken",
     messages.Status: "StatusReport",
 }
 PARAMS_TYPES = (params.PrefillLeg, params.DecodeLeg, params.Peer, params.PrefillResult)
 FACT_TYPES = get_args(fetch_protocol.Fact)
 ACTION_TYPES = get_args(fetch_protocol.Action)
+INTAKE_FACT_TYPES = [each for each in get_args(intake_protocol.IntakeFact) if each not in FACT_TYPES]
+INTAKE_ACTION_TYPES = [each for each in get_args(intake_protocol.IntakeAction) if each not in ACTION_TYPES]
 
 INTRO = """\
 # The hand-off protocol
 
 This file is written by `scripts/protocol_docs.py` from the tables in `src/kvshuttle/handoff/`; change those.
 
-One primitive moves KV between engines, in either direction: the reader **acquires** a lease on what the holder keeps
-under a handle, its workers **read** the leased blocks, and it **releases** the lease. For a hand-off the handle is the
-transfer id that the router minted for this one dispatch. The holder's side is `LeaseLedger`, the reader's is `Fetch`;
-both are pure: they are told facts and the time, and return actions.
+KV moves between two engines in one of two ways. In **pull** the reader acquires a lease on what the holder keeps under
+a handle, its workers read the leased blocks, and it releases the lease. In **push** the reader registers blocks of its
+own before the holder has computed anything, and the holder's workers write each chunk while the next one is computed.
+The handle is the transfer id that the router minted for this one dispatch. All machines are pure: they are told facts
+and the time, and return actions.
+
+| | the holder | the reader |
+| --- | --- | --- |
+| pull | `LeaseLedger` | `Fetch` |
+| push, scheduler half | `PushSource` with a `Registration` for each reader | `Intake` with a `Claim`, and a `Fetch` |
+| push, each worker | `PushWriter` with an `Outbox` for each registration | `Inboxes` with an `Inbox` for each |
+"""
+
+FENCES = """\
+Three things keep a late write out of memory that is used for something else, and none of them is a clock:
+
+- Nothing is written before the reader has said `Proceed` with the lease id that the holder made for this registration.
+- The reader does not part with its blocks before `Withdrawn` says that nothing is under way, or every worker has its
+  commit, or the holder's life is known to be over. If it cannot wait for that, the blocks are quarantined meanwhile.
+- The holder does not part with blocks that a write reads. Where vLLM takes them away (preemption), the source's epoch
+  ends: what was written in it never counts, and its writes have ended before the next epoch's begin.
 """
 
 CLOCKS = """\
@@ -62,26 +105,41 @@ def main() -> int:
 
 
 def document() -> str:
-    share = 1 - reader_lease.MAX_CLOCK_RATE_SKEW
-    sections = [
-        INTRO,
+    return "\n".join([INTRO, *_messages(), *_pull(), *_push(), *_timers(), *_invariants()])
+
+
+def _messages() -> list[str]:
+    return [
         f"## Messages (version {messages.PROTOCOL_VERSION})\n",
         "msgpack of tagged structs over the side channel. `Refused` may answer any request.\n",
         _table(["Message", "Reply", "Meaning", "Fields"], [_message_row(each) for each in get_args(messages.Message)]),
-        "### Why a holder denies\n",
+        "### Orders\n",
+        "In `orders`, between the scheduler half and the workers of one engine.\n",
+        _table(["Order", "Meaning", "Fields"], [_struct_row(each) for each in (orders.Open, orders.Close)]),
+        "### Notifications\n",
+        "Between workers, through the transport itself.\n",
+        _table(
+            ["Notification", "Meaning", "Fields"], [_struct_row(each) for each in get_args(notifications.Notification)]
+        ),
+        "### Why a holder denies a lease\n",
         _enum_table(messages.DenyReason),
+        "### Why a holder declines to write\n",
+        _enum_table(messages.DeclineReason),
+        "### How far a holder is with a registration\n",
+        _enum_table(messages.Stage),
         "### What the router tells an engine\n",
         f"Under the key `{params.KEY}` of `kv_transfer_params`.\n",
         _table(["Object", "Meaning", "Fields"], [_params_row(each) for each in PARAMS_TYPES]),
-        "## The reader's machine\n",
-        "### States\n",
-        _enum_table(fetch_states.State),
-        "### Moves\n",
-        "A repeated fact changes nothing. What is not in this table is a bug of the driver and is refused.\n",
-        _table(["In state", "when", "goes to"], _transition_rows()),
-        "### What moves it\n",
-        _enum_table(fetch_states.Trigger),
-        "```mermaid\n" + _diagram() + "```\n",
+        "### Modes\n",
+        _enum_table(params.Mode),
+    ]
+
+
+def _pull() -> list[str]:
+    return [
+        "## Pull\n",
+        _mermaid(protocol_diagrams.diagram(protocol_diagrams.PULL)),
+        *_machine("The reader's fetch", h.State, h.Trigger, h.TRANSITIONS),
         "### Facts\n",
         _table(["Fact", "Meaning"], [[f"`{each.__name__}`", _summary(each)] for each in FACT_TYPES]),
         "### Actions\n",
@@ -89,21 +147,85 @@ def document() -> str:
         "### Outcomes\n",
         "Each fetch reports exactly one; only `read_ok` means that the tokens are here.\n",
         _enum_table(fetch_protocol.Outcome),
+    ]
+
+
+def _push() -> list[str]:
+    return [
+        "## Push\n",
+        _mermaid(protocol_diagrams.diagram(protocol_diagrams.PUSH)),
+        FENCES,
+        *_machine("The reader's intake", h.IntakeState, h.IntakeTrigger, h.INTAKE_TRANSITIONS),
+        *_machine("Its claim", h.ClaimState, h.ClaimTrigger, h.CLAIM_TRANSITIONS),
+        "### Facts beside a fetch's\n",
+        _table(["Fact", "Meaning"], [[f"`{each.__name__}`", _summary(each)] for each in INTAKE_FACT_TYPES]),
+        "### Actions beside a fetch's\n",
+        _table(["Action", "Meaning"], [[f"`{each.__name__}`", _summary(each)] for each in INTAKE_ACTION_TYPES]),
+        "### Outcomes of a push\n",
+        "Where a fetch has taken over, its outcome counts instead.\n",
+        _enum_table(intake_protocol.PushOutcome),
+        *_machine("The inbox of a reader's worker", h.InboxState, h.InboxTrigger, h.INBOX_TRANSITIONS),
+        *_machine("The holder's registration", h.RegistrationState, h.RegistrationTrigger, h.REGISTRATION_TRANSITIONS),
+        *_machine("The outbox of a holder's worker", h.OutboxState, h.OutboxTrigger, h.OUTBOX_TRANSITIONS),
+    ]
+
+
+def _machine(
+    title: str, states: type[StrEnum], triggers: type[StrEnum], transitions: dict[tuple[Any, Any], Any]
+) -> list[str]:
+    """A machine's states, triggers, table and picture."""
+    rows = _transition_rows(transitions)
+    first = next(iter(states))
+    ends = [state for state in states if all(target is state for (s, _), target in transitions.items() if s is state)]
+    lines = ["stateDiagram-v2", f"    [*] --> {first.upper()}"]
+    lines += [f"    {state} --> {target}: {when}" for state, when, target in rows if state != target]
+    lines += [f"    {state.upper()} --> [*]" for state in ends]
+    return [
+        f"### {title}\n",
+        _enum_table(states),
+        _table(["In state", "when", "goes to"], rows),
+        _enum_table(triggers),
+        "A repeated fact changes nothing. What is not in the table is a bug of the driver and is refused.\n",
+        _mermaid("\n".join(lines) + "\n"),
+    ]
+
+
+def _timers() -> list[str]:
+    share = 1 - reader_lease.MAX_CLOCK_RATE_SKEW
+    return [
         "## Timers\n",
         CLOCKS.format(share=share),
-        _table(["Timer", "Side", "Length", "When it ends"], _timer_rows()),
-        "## Invariants\n",
-        "Of the holder:\n",
-        _paragraph(ledger, "Fencing"),
-        "Of the reader:\n",
-        _numbered(fetch),
+        _table(["Timer", "Side", "Length", "When it ends"], [*_timer_rows(), *_push_timer_rows()]),
     ]
-    return "\n".join(sections)
+
+
+def _invariants() -> list[str]:
+    return [
+        "## Invariants\n",
+        "Of the ledger:\n",
+        _paragraph(ledger, "Fencing"),
+        "Of a fetch:\n",
+        _numbered(fetch),
+        "Of the holder's scheduler half in a push:\n",
+        _numbered(push_source),
+        "Of an outbox:\n",
+        _numbered(outbox),
+        "Of an inbox:\n",
+        _numbered(inbox),
+        "Of a claim:\n",
+        _numbered(claim),
+        "Of an intake:\n",
+        _numbered(intake),
+    ]
 
 
 def _message_row(message: type) -> list[str]:
     reply = REPLIES.get(message, "")
     return [f"`{_tag(message)}`", reply, _summary(message), _fields(message)]
+
+
+def _struct_row(message: type) -> list[str]:
+    return [f"`{_tag(message)}`", _summary(message), _fields(message)]
 
 
 def _params_row(struct: type) -> list[str]:
@@ -118,19 +240,15 @@ def _fields(struct: type) -> str:
     return ", ".join(f"`{each.name}`" for each in msgspec.structs.fields(struct))
 
 
-def _transition_rows() -> list[list[str]]:
+def _transition_rows(transitions: dict[tuple[Any, Any], Any]) -> list[list[str]]:
     rows: dict[tuple[str, str], list[str]] = {}
-    for (state, trigger), target in fetch_states.TRANSITIONS.items():
+    for (state, trigger), target in transitions.items():
         rows.setdefault((state.upper(), target.upper()), []).append(str(trigger))
     return [[state, ", ".join(triggers), target] for (state, target), triggers in rows.items()]
 
 
-def _diagram() -> str:
-    lines = ["stateDiagram-v2", "    [*] --> NEW"]
-    lines += [
-        f"    {state} --> {target}: {triggers}" for state, triggers, target in _transition_rows() if state != target
-    ]
-    return "\n".join([*lines, "    ENDED --> [*]"]) + "\n"
+def _mermaid(source: str) -> str:
+    return f"```mermaid\n{source}```\n"
 
 
 def _timer_rows() -> list[list[str]]:
@@ -159,6 +277,46 @@ def _timer_rows() -> list[list[str]]:
             "the lease is gone; renewals get a negative number",
         ],
         ["holding", "holder", "as granted, and never before a lease on it", "the blocks are let go"],
+    ]
+
+
+def _push_timer_rows() -> list[list[str]]:
+    quickest, slowest = claim.FIRST_WITHDRAW_S, claim.SLOWEST_WITHDRAW_S
+    return [
+        ["register", "reader of a push", "`acquire_timeout_s`", "`register_timed_out`: the prompt is computed here"],
+        [
+            "proceed",
+            "reader of a push",
+            f"{claim.PROCEED_INTERVAL_S:g} s, at most 1/{reader_lease.RENEWALS_PER_LEASE} of the lease",
+            "it says again that it waits",
+        ],
+        [
+            "quiet",
+            "reader of a push",
+            "`push_timeout_s` after blocks arrived or the holder said that it computes",
+            "`went_quiet`: the registration is withdrawn, and a fetch tried",
+        ],
+        ["wait", "reader of a push", "`total_wait_s`", "`waited_too_long`: the same without a fetch"],
+        [
+            "withdrawal",
+            "reader of a push",
+            f"{quickest:g} s, doubled up to {slowest:g} s",
+            "asked again, until it is confirmed",
+        ],
+        [
+            "confirmation",
+            "reader of a push",
+            "`confirm_timeout_s`",
+            "the load fails, and its blocks are quarantined until it is confirmed",
+        ],
+        ["registration", "holder", "as the reader wants, from each proceed", "the workers close it"],
+        [
+            "orders",
+            "holder",
+            f"{orders.FIRST_ASK_S:g} s, doubled up to {orders.SLOWEST_ASK_S:g} s",
+            "orders are sent again until they are taken, and drained where they close",
+        ],
+        ["leftovers", "reader's worker", f"{inbox.EARLY_LIFE_S:g} s", "notifications that nobody expected are dropped"],
     ]
 
 
@@ -193,7 +351,7 @@ def _paragraph(module: Any, first_word: str) -> str:
 
 
 def _numbered(module: Any) -> str:
-    text = (module.__doc__ or "").partition("Invariants:\n\n")[2]
+    text = (module.__doc__ or "").partition("Invariants:\n\n")[2].partition("\n\n")[0] + "\n"
     return text.replace("``", "`")
 
 

@@ -66,13 +66,17 @@ class ConnectorConfig:
     """Longest a read may take before it counts as failed."""
     total_wait_s: float = 300.0
     """Longest a lease is renewed for a request that this engine has not admitted yet."""
+    push_timeout_s: float = 10.0
+    """Push: longest time in which nothing arrives, once the prompt is computed, before it is read instead."""
+    confirm_timeout_s: float = 2.0
+    """Push: longest wait for the word that nothing is written any more; after it the blocks are kept out of use."""
     submit_margin_s: float = 1.0
     """No read starts or counts later than this before the lease ends."""
     recompute_threshold_tokens: int = 0
     """Fewest missing tokens worth a read; below it they are computed locally."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "acquire_timeout_s", "read_timeout_s", "total_wait_s", "submit_margin_s"):
+        for name in (knob.name for knob in fields(self) if knob.name.endswith("_s")):
             if not _is_duration(getattr(self, name)):
                 raise ConfigError(f"{name}: a number of seconds above 0, got {getattr(self, name)!r}")
         for name in ("side_channel_host", "advertise_host", "model_identity"):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshuttle import errors
-from kvshuttle.handoff import DenyReason, Outcome
-from kvshuttle.handoff.messages import Fingerprint
+from kvshuttle.handoff import DenyReason, Outcome, PushOutcome
+from kvshuttle.handoff.cards import Fingerprint
 from kvshuttle.policy import PlacementReason, RouteReason
 from kvshuttle.router import telemetry
 from kvshuttle.router.exchange import FailureReason
@@ -55,6 +55,7 @@ def test_every_generated_part_is_shown_somewhere() -> None:
     ("heading", "labels"),
     [
         ("Outcomes of a hand-off", [*Outcome, "prompt_without_tokens"]),
+        ("Outcomes of a push", PushOutcome),
         ("Outcomes of a request", telemetry.Outcome),
         ("Routes and reasons", RouteReason),
         ("Choice of an engine", PlacementReason),

@@ -12,7 +12,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvshuttle.clock import now_s
-from kvshuttle.handoff.messages import Acquire, Fingerprint, HelloAck, Refused, Release
+from kvshuttle.handoff.cards import Fingerprint
+from kvshuttle.handoff.messages import Acquire, HelloAck, Refused, Release
 from kvshuttle.handoff.params import DecodeLeg, Peer, to_params
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.transport.endpoint import Endpoint
@@ -152,7 +153,7 @@ def test_a_source_that_restarts_at_the_same_address_is_another_one(make_pair):
     assert outcomes(pair) == {"read_ok": 1, "denied_other_incarnation": 1}
     pair.finish(pair.decode("x-2", [*([1] * 50)], cache_salt=""))
     assert outcomes(pair)["denied_other_incarnation"] == 1
-    peers = pair.sink.half._reader._peers
+    peers = pair.sink.half._reader._asking.peers
     assert len(peers) == 1
     assert len(pair.sink.workers[0]._worker._comm._reads._peers) == 1
 

@@ -79,7 +79,7 @@ def test_a_leg_with_one_wrong_field_is_served_without_a_transfer(pair, data):
         {"kvshuttle": {"leg": "decode", "transfer_id": "held", "source": None}},
         {"kvshuttle": {"leg": "prefill", "transfer_id": ""}},
         {"kvshuttle": {"leg": "prefill", "transfer_id": "x" * 129}},
-        {"kvshuttle": {"leg": "prefill", "transfer_id": "x", "mode": "push"}},
+        {"kvshuttle": {"leg": "prefill", "transfer_id": "x", "mode": "teleport"}},
         {"kvshuttle": {"leg": "prefill", "transfer_id": "x", "extra": 1}},
         {"kvshuttle": []},
         {"kvshuttle": "decode"},

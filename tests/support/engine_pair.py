@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, PrefillResult, parse_result, to_params
+from kvshuttle.handoff.params import DecodeLeg, Mode, Peer, PrefillLeg, PrefillResult, parse_result, to_params
 from kvshuttle.transport.memory import MemoryFabric, MemoryTransport
 from support.checked_model import answer
 from support.vllm_engine import Engine, EngineOptions, run_until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 PROMPT = [100 + index for index in range(70)]
@@ -73,6 +75,25 @@ class EnginePair:
         )
         self.card = self.source.card
 
+    @contextlib.contextmanager
+    def stopped(self, engine: Engine) -> Iterator[None]:
+        """As SIGSTOP and SIGCONT: none of its threads goes on, what it has sent is not lost, and nobody is told."""
+        goes_on, stood = threading.Event(), threading.Barrier(len(engine.workers) + 1)
+
+        def stand(_: object) -> None:
+            stood.wait()
+            goes_on.wait()
+
+        for worker in engine.workers:
+            worker._worker._comm._submit(stand)
+        stood.wait()
+        try:
+            # The side channel's thread waits for this lock before it answers anything that matters.
+            with engine.half._lock:
+                yield
+        finally:
+            goes_on.set()
+
     def shutdown(self) -> None:
         for engine in self._engines:
             engine.shutdown()
@@ -81,21 +102,40 @@ class EnginePair:
 
     def prefill(self, transfer_id: str, token_ids: Sequence[int] = PROMPT) -> PrefillResult | None:
         """The prefill leg, to its end."""
-        request_id = self._request_id("prefill")
-        self.source.add(request_id, token_ids, to_params(PrefillLeg(transfer_id)))
+        request_id = self.begin_prefill(transfer_id, token_ids, Mode.PULL)
         run_until(lambda: self.source.has_finished(request_id), [self.source], "the prefill leg")
         self.source.step()  # tells the workers of the end, as vLLM's loop does before it blocks
         return parse_result(self.source.answers[request_id].kv_transfer_params)
 
-    def leg(self, transfer_id: str, **peer: str) -> dict[str, Any]:
+    def begin_prefill(self, transfer_id: str, token_ids: Sequence[int] = PROMPT, mode: Mode = Mode.PUSH) -> str:
+        """The prefill leg arrives; returns its request id."""
+        request_id = self._request_id("prefill")
+        self.source.add(request_id, token_ids, to_params(PrefillLeg(transfer_id, mode)))
+        return request_id
+
+    def leg(self, transfer_id: str, mode: Mode = Mode.PULL, **peer: str) -> dict[str, Any]:
         """Params of the decode leg. ``peer``: fields of the source to be wrong about."""
         source = Peer(self.source.half.address, self.card.engine_id, self.card.incarnation)
-        return to_params(DecodeLeg(transfer_id, Peer(**{**_fields(source), **peer})))
+        return to_params(DecodeLeg(transfer_id, Peer(**{**_fields(source), **peer}), mode))
 
-    def decode(self, transfer_id: str, token_ids: Sequence[int] = PROMPT, *, max_tokens: int = 3, **fields: Any) -> str:
+    def decode(
+        self,
+        transfer_id: str,
+        token_ids: Sequence[int] = PROMPT,
+        *,
+        mode: Mode = Mode.PULL,
+        max_tokens: int = 3,
+        **fields: Any,
+    ) -> str:
         """The decode leg arrives; returns its request id."""
         request_id = self._request_id("decode")
-        self.sink.add(request_id, token_ids, self.leg(transfer_id), max_tokens=max_tokens, **fields)
+        self.sink.add(request_id, token_ids, self.leg(transfer_id, mode), max_tokens=max_tokens, **fields)
+        return request_id
+
+    def push(self, transfer_id: str, token_ids: Sequence[int] = PROMPT, **fields: Any) -> str:
+        """Both legs of a push arrive at the same time; returns the decode leg's request id."""
+        request_id = self.decode(transfer_id, token_ids, mode=Mode.PUSH, **fields)
+        self.begin_prefill(transfer_id, token_ids)
         return request_id
 
     def finish(self, *request_ids: str) -> None:
@@ -136,12 +176,18 @@ class EnginePair:
 def is_drained(engine: Engine) -> bool:
     """Whether the engine owes nothing to anybody, asked without making it run."""
     half = engine.half
+    is_whole = engine.status().num_free_blocks == engine.options.num_blocks - 1  # lets what has ended go, too
     with half._lock:
         tables = (half._reader._readings, half._reader._unsettled, half._reader._loads, half._legs, half._live_requests)
-        is_empty = not any(tables) and not half._holder._quarantine
+        is_empty = not any(tables) and not half._holder._quarantine and not half._holder._quarantine_soon
+        is_empty &= half._pusher.is_drained
     worker_tables = [table for worker in engine.workers for table in vars_of_loads(worker)]
-    is_empty &= not any(worker_tables) and not any(worker._worker._comm._reads._reads for worker in engine.workers)
-    return is_empty and engine.is_idle() and engine.status().num_free_blocks == engine.options.num_blocks - 1
+    comms = [worker._worker._comm for worker in engine.workers]
+    is_empty &= not any(worker_tables) and not any(comm._reads._reads for comm in comms)
+    # A worker hears with the next step that a source is over, so an idle one may remember some.
+    is_empty &= not any(comm._writes._writes or comm._writes._writer._outboxes for comm in comms)
+    is_empty &= all(comm._arrivals.is_drained for comm in comms)
+    return is_whole and is_empty and engine.is_idle()
 
 
 def vars_of_loads(worker: Any) -> tuple[Any, ...]:

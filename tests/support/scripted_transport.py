@@ -44,6 +44,7 @@ class ScriptedTransport:
     failures: dict[str, Exception] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     transfers: list[ScriptedTransfer] = field(default_factory=list)
+    notes: list[bytes] = field(default_factory=list)
     is_closed: bool = False
 
     def register(self, spans: NDArray[np.int64], *, device: str, device_id: int) -> None:
@@ -79,6 +80,7 @@ class ScriptedTransport:
 
     def notify(self, peer: PeerName, notification: bytes) -> None:
         self._call("notify")
+        self.notes.append(notification)
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         self._call("take_notifications")

@@ -40,7 +40,7 @@ from kvshuttle.connector import vllm_compat
 from kvshuttle.connector.connector import ShuttleConnector, _host_id
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.worker_half import WorkerHalf, WorkerPlace
-from kvshuttle.handoff.messages import EngineCard, Hello, HelloAck, Status, StatusReport
+from kvshuttle.handoff.messages import Hello, HelloAck, Status, StatusReport
 from support.checked_model import HEAD_SIZE, NUM_HEADS, CheckedModel
 from support.side import ask_side
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvshuttle.config import ConnectorConfig
+    from kvshuttle.handoff.cards import EngineCard
     from kvshuttle.transport import Transport
 
 LIMIT_S = 20.0

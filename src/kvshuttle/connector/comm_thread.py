@@ -1,8 +1,8 @@
 """The one thread of a worker that owns its transport and its side channel.
 
-Engine threads hand it orders and take results; nobody else touches the NIXL agent. It polls quickly while a
-read is under way or a peer said that it is reading from us (NIXL without its progress thread moves bytes only
-inside our calls, on both ends), and otherwise sleeps in the side channel's poll, so that an idle engine is idle
+Engine threads hand it orders and take results; nobody else touches the NIXL agent. It polls quickly while a read or
+write is under way, or a peer said that it reads from us or writes to us (NIXL without its progress thread moves bytes
+only inside our calls, on both ends), and otherwise sleeps in the side channel's poll, so that an idle engine is idle
 and an engine in a long forward pass still serves its peers.
 """
 
@@ -17,14 +17,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
+from kvshuttle.connector.arrivals import Arrivals, PushNews
 from kvshuttle.connector.reads import BUSY_HINT_S, ReadOutcome, Reads
+from kvshuttle.connector.writes import EndedWrite, FailedWrite, Writes
 from kvshuttle.errors import LocalProtocolError
-from kvshuttle.handoff.messages import Busy, Message, WorkerCard
+from kvshuttle.handoff.cards import WorkerCard
+from kvshuttle.handoff.messages import Busy, Message
+from kvshuttle.handoff.orders import Orders
 from kvshuttle.transport import Transport
 
 if TYPE_CHECKING:
     from kvshuttle.connector.kv_layout import KvMemory
-    from kvshuttle.connector.step_metadata import ReadOrder
+    from kvshuttle.connector.step_metadata import PushExpectation, ReadOrder
+    from kvshuttle.handoff.progress import Progress, Restarted
     from kvshuttle.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -43,6 +48,7 @@ _MAX_BUSY_S = 60.0
 _START_TIMEOUT_S = 120.0
 _LOG_INTERVAL_S = 10.0
 
+CommOutcome = ReadOutcome | PushNews | EndedWrite | FailedWrite
 TransportFactory = Callable[[], Transport]
 EndpointFactory = Callable[[Callable[[Message], Message | None]], "Endpoint[Message]"]
 
@@ -63,7 +69,7 @@ class CommThreadOptions:
 
 
 class CommThread:
-    """Runs a worker's reads. ``start`` returns its card. The public methods are thread-safe."""
+    """Runs a worker's reads and writes. ``start`` returns its card. The public methods are thread-safe."""
 
     def __init__(
         self,
@@ -78,13 +84,15 @@ class CommThread:
         self._transport_factory = transport_factory
         self._endpoint_factory = endpoint_factory
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[ReadOutcome] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[CommOutcome] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[WorkerCard | BaseException] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvshuttle-comm", daemon=True)
         self._transport: Transport | None = None
         self._endpoint: Endpoint[Message] | None = None
         self._reads: Reads | None = None
+        self._writes: Writes | None = None
+        self._arrivals: Arrivals | None = None
         self._busy_until_s = 0.0
         self._logged_at_s = -_LOG_INTERVAL_S
 
@@ -109,7 +117,10 @@ class CommThread:
 
     def order(self, order: ReadOrder) -> None:
         """Start a read as soon as the thread gets to it; exactly one ``ReadResult`` follows."""
-        self._submit(lambda reads: reads.begin(order))
+        if order.is_instead_of_push:
+            self._submit(lambda reads: reads.begin(order) if self._abandon(order.request_id) else None)
+        else:
+            self._submit(lambda reads: reads.begin(order))
 
     def meet(self, incarnation: str, card: WorkerCard) -> None:
         """Learn how to reach a peer's rank."""
@@ -119,9 +130,33 @@ class CommThread:
         """Drop a peer that is gone; its reads fail."""
         self._submit(lambda reads: reads.forget(incarnation))
 
-    def take(self) -> list[ReadOutcome]:
+    def expect(self, expectation: PushExpectation) -> None:
+        """Wait for a push; exactly one ``ReadResult`` follows, unless it is abandoned first."""
+        self._submit(lambda _: self._arrivals.expect(expectation) if self._arrivals is not None else None)
+
+    def abandon(self, request_id: str) -> None:
+        """Nobody waits for this push any more."""
+        self._submit(lambda _: self._abandon(request_id))
+
+    def compute(self, is_ready: Callable[[], bool], progress: tuple[Progress, ...]) -> None:
+        """A forward pass that makes ``progress`` has been launched; it is over when ``is_ready`` says so."""
+        self._submit(lambda _: self._writes.compute(is_ready, progress) if self._writes is not None else None)
+
+    def forget_sources(self, source_ids: tuple[str, ...]) -> None:
+        """Sources that nobody will be written from any more."""
+        self._submit(lambda _: self._writes.forget(source_ids) if self._writes is not None else None)
+
+    def restart(self, restarted: list[Restarted]) -> bool:
+        """Sources have lost their blocks, from this call on. False: writes that read them are still under way."""
+        return self._writes is None or not self._writes.restart(restarted)
+
+    def is_settled(self, source_ids: list[str]) -> bool:
+        """No write reads what these sources have lost."""
+        return self._writes is None or self._writes.is_settled(source_ids)
+
+    def take(self) -> list[CommOutcome]:
         """Outcomes since the last call."""
-        outcomes: list[ReadOutcome] = []
+        outcomes: list[CommOutcome] = []
         while True:
             try:
                 outcomes.append(self._outcomes.get_nowait())
@@ -131,8 +166,8 @@ class CommThread:
     def stop(self, timeout_s: float = 5.0) -> bool:
         """End the thread and close what it owns; False when that took too long. Idempotent.
 
-        Reads under way end with their connections, which closing the transport destroys; nothing lands in this
-        worker's memory after that. On False the memory must stay mapped until the process ends.
+        Reads and writes under way end with their connections, which closing the transport destroys; nothing touches
+        this worker's memory after that. On False the memory must stay mapped until the process ends.
         """
         if self._thread.ident is None:
             return True
@@ -179,6 +214,15 @@ class CommThread:
             report=self._outcomes.put,
             hint=lambda address: endpoint.send(address, busy),
         )
+        self._writes = Writes(
+            self._memory,
+            transport,
+            report=self._outcomes.put,
+            hint=lambda address: endpoint.send(address, busy),
+        )
+        self._arrivals = Arrivals(
+            block_len_bytes=sum(region.block_len_bytes for region in self._memory.regions), report=self._outcomes.put
+        )
         return WorkerCard(
             rank=self._options.rank,
             address=f"{self._options.advertise_host}:{port}",
@@ -199,23 +243,36 @@ class CommThread:
     def _on_message(self, message: Message) -> Message | None:
         if isinstance(message, Busy):
             self._busy_until_s = max(self._busy_until_s, now_s() + min(message.duration_s, _MAX_BUSY_S))
+        if isinstance(message, Orders) and self._writes is not None:
+            return self._writes.take_orders(message)
         return None
+
+    def _abandon(self, request_id: str) -> bool:
+        return self._arrivals is not None and self._arrivals.abandon(request_id)
 
     def _turn(self) -> None:
         assert self._endpoint is not None
         assert self._transport is not None
         assert self._reads is not None
-        is_reading = self._reads.is_any_live
+        assert self._writes is not None
+        is_reading = self._reads.is_any_live or self._writes.is_any_live
         is_busy = now_s() < self._busy_until_s
         pause_s = _DRAIN_POLL_S if self._reads.is_any_undrained else _IDLE_POLL_S
         # One at a time: whatever fails in one must not keep the others from being done.
         self._guard(self._endpoint.poll, 0.0 if is_reading or is_busy else pause_s)
         while not self._commands.empty():
             self._guard(self._commands.get_nowait())
-        self._guard(self._transport.take_notifications)
+        self._guard(self._take_notifications)
         self._guard(self._reads.follow)
+        self._guard(self._writes.turn)
         if is_reading or is_busy:
             time.sleep(_ACTIVE_SLEEP_S if is_reading else _BUSY_SLEEP_S)
+
+    def _take_notifications(self) -> None:
+        assert self._transport is not None
+        assert self._arrivals is not None
+        self._arrivals.take(self._transport.take_notifications())
+        self._arrivals.expire()
 
     def _guard(self, act: Callable[..., object], *args: object) -> None:
         try:

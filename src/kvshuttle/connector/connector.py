@@ -216,12 +216,16 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: readers read the cache itself."""
 
+    @guarded(_nothing)
     def wait_for_save(self) -> None:
-        """Nothing: readers read the cache itself."""
+        """The forward pass has been launched: pushes of what it computes may go out. Nothing is waited for."""
+        self._end_step()
 
     @guarded(vllm_compat.TransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> vllm_compat.TransferResults:
         """Reads that ended, each once. 0.30 and later."""
+        # Releases differ in when they call wait_for_save; this hook comes after every forward pass.
+        self._end_step()
         return self._worker_half.transfer_results()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -243,6 +247,11 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
     def _begin_step(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, StepMetadata)
         self._worker_half.begin_step(metadata)
+
+    def _end_step(self) -> None:
+        if self._connector_metadata is not None:
+            assert isinstance(self._connector_metadata, StepMetadata)
+            self._worker_half.end_step(self._connector_metadata)
 
     @property
     def _worker_half(self) -> WorkerHalf:

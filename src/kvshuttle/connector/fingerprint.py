@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvshuttle.blocks import CHAIN_SCHEME
 from kvshuttle.connector import vllm_compat
 from kvshuttle.errors import ConfigError
-from kvshuttle.handoff.messages import Fingerprint
+from kvshuttle.handoff.cards import Fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

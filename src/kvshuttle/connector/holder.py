@@ -34,6 +34,7 @@ class Holder:
         self._pool: BlockPool | None = None
         self._let_go: list[tuple[int, ...]] = []
         self._quarantine: dict[str, list[tuple[int, ...]]] = {}
+        self._quarantine_soon: dict[str, tuple[int, ...]] = {}
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Learn the engine's block pool."""
@@ -58,11 +59,16 @@ class Holder:
             return None
         return to_params(PrefillResult(transfer_id=leg.transfer_id, num_tokens=chain.num_tokens, lease_s=self._lease_s))
 
+    def adopt(self, block_ids: tuple[int, ...]) -> None:
+        """Pin blocks that the ledger has taken in some other way than ``hold``."""
+        if self._pool is not None:
+            vllm_compat.pin(self._pool, block_ids)
+
     def drop_all(self, now_s: float) -> bool:
         """Let go of everything that nobody reads; False when something is still read or quarantined."""
         self.ledger.release(Release(handles=self.ledger.handles()), now_s=now_s)
         self.return_freed(now_s)
-        return not (self.ledger.num_holdings or self._quarantine)
+        return not (self.ledger.num_holdings or self._quarantine or self._quarantine_soon)
 
     def expire(self, now_s: float) -> None:
         """Let deadlines pass in the ledger. Any thread."""
@@ -72,6 +78,7 @@ class Holder:
     def return_freed(self, now_s: float) -> int:
         """Give the pool what the ledger has let go of; the number of references given back. Engine thread only."""
         self.expire(now_s)
+        self._apply_quarantines()
         if self._pool is None or not self._let_go:
             return 0
         let_go, self._let_go = self._let_go, []
@@ -102,7 +109,26 @@ class Holder:
         if not entries:
             self._quarantine.pop(request_id, None)
 
+    def quarantine_soon(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """The same for a push, from the engine's next hook on, before its load can end. Any thread."""
+        self._quarantine_soon[request_id] = block_ids
+
+    def lift_soon(self, request_id: str) -> None:
+        """Nothing of this request's push can be written any more. Any thread."""
+        if self._quarantine_soon.pop(request_id, None) is None:
+            self._let_go += self._quarantine.pop(_push_key(request_id), [])
+
+    def _apply_quarantines(self) -> None:
+        for request_id, block_ids in self._quarantine_soon.items():
+            self.quarantine(_push_key(request_id), block_ids)
+        self._quarantine_soon.clear()
+
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks kept back, counted once for each rank that has not drained."""
         return sum(len(block_ids) for entries in self._quarantine.values() for block_ids in entries)
+
+
+def _push_key(request_id: str) -> str:
+    """A request may have a read in quarantine besides its push."""
+    return f"push {request_id}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvshuttle.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from kvshuttle.handoff.messages import Region
+from kvshuttle.handoff.cards import Region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

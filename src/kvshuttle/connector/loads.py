@@ -63,6 +63,14 @@ class Loads:
         """A read is ordered. ``block_ids``: its destination."""
         self._pending[request_id] = _Pending(block_ids, now_s + budget_s + _STUCK_GRACE_S)
 
+    def expect_push(self, request_id: str, *, block_ids: tuple[int, ...]) -> None:
+        """A push is expected, for as long as the scheduler half waits for it."""
+        self._pending[request_id] = _Pending(block_ids, float("inf"))
+
+    def is_pending(self, request_id: str) -> bool:
+        """Whether this load has not been reported."""
+        return request_id in self._pending
+
     def fail(self, load: FailedLoad) -> None:
         """No read is ordered, and the load fails at the next ``settle``."""
         self._pending[load.request_id] = _Pending(load.block_ids, float("inf"))

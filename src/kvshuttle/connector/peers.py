@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, Denied, DenyReason, EngineCard
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Denied, DenyReason
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
     from kvshuttle.connector.step_metadata import StepMetadata
+    from kvshuttle.handoff.cards import EngineCard
 
 _IDLE_S = 600.0
 """A peer that was not read from for so long is forgotten when a new one is met; its transport state is memory."""

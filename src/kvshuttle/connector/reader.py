@@ -1,7 +1,7 @@
-"""The reading side in the scheduler half: drives one ``Fetch`` for each decode leg.
+"""The reading side in the scheduler half: drives one ``Fetch`` or, for a push, one ``Intake`` for each decode leg.
 
-The machine decides; this file sends what it wants sent, and turns vLLM's hooks and the peers' answers into facts.
-Every method takes the half's lock or is called under it; answers arrive in the side channel's thread.
+The machine decides; this file orders what it wants from the workers, and turns vLLM's hooks into facts. What it wants
+from holders is ``Asking``'s business. Every method is called under the half's lock.
 
 Three tables, each with its own end of life. A *reading* lives as long as its request, so that a preempted request
 is not fetched again. It is *unsettled* until its fetch is drained, which may be after the request. A *load* lives from
@@ -10,91 +10,71 @@ vLLM's admission until every worker has reported, which is exactly when vLLM may
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.clock import now_s
-from kvshuttle.connector.peers import Peers
-from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder, StepMetadata
-from kvshuttle.errors import KvshuttleError, TransportError
+from kvshuttle.connector.asking import Asked, Asking
+from kvshuttle.connector.readings import Load, Reading
+from kvshuttle.connector.step_metadata import FailedLoad, PushExpectation, ReadOrder, StepMetadata
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import (
-    AcquireAnswered,
-    Action,
     Fact,
     FailLoad,
     FetchLimits,
     LoadAdmitted,
     NothingToRead,
     Outcome,
-    PeerFailed,
     ReadEnded,
-    RenewAnswered,
     RequestEnded,
-    SendAcquire,
-    SendRelease,
-    SendRenew,
     StartRead,
 )
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, Acquired, Denied, EngineCard, Hello, HelloAck, Message, Renewed
-from kvshuttle.ids import Handle
+from kvshuttle.handoff.intake import Intake
+from kvshuttle.handoff.intake_protocol import (
+    BlocksArrived,
+    ExpectPush,
+    FailPush,
+    LiftQuarantine,
+    PushLimits,
+    PushOutcome,
+    Quarantine,
+    SourceFailed,
+)
+from kvshuttle.handoff.params import Mode
+from kvshuttle.ids import Handle, mint
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Container
 
     from kvshuttle.blocks import TokenChain
     from kvshuttle.config import ConnectorConfig
+    from kvshuttle.connector.asking import Subject
+    from kvshuttle.connector.holder import Holder
+    from kvshuttle.connector.readings import EngineClock
     from kvshuttle.connector.stats import ShuttleStats
-    from kvshuttle.handoff.block_plan import ReadReason
+    from kvshuttle.handoff.cards import EngineCard
+    from kvshuttle.handoff.fetch_protocol import Action
+    from kvshuttle.handoff.intake_protocol import IntakeAction, IntakeFact
+    from kvshuttle.handoff.messages import Message
     from kvshuttle.handoff.params import DecodeLeg
-    from kvshuttle.transport.endpoint import Endpoint, OnReply
     from kvshuttle.transport.side_channel import SideChannelThread
 
 logger = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT_S = 2.0
-_LATE_ANSWER_S = 5.0
-"""An answer that comes so much after the acquire timed out is still taken in, to give back the lease in it."""
-_SERVED = {Outcome.READ_OK, Outcome.FULL_LOCAL_HIT, Outcome.LOCAL_COVERS_VERIFIED, Outcome.BELOW_THRESHOLD}
+_LOADED = {Outcome.READ_OK, PushOutcome.RECEIVED}
+"""Outcomes that mean that the tokens are here."""
+_SERVED = _LOADED | {
+    Outcome.FULL_LOCAL_HIT,
+    Outcome.LOCAL_COVERS_VERIFIED,
+    Outcome.BELOW_THRESHOLD,
+    PushOutcome.FULL_LOCAL_HIT,
+    PushOutcome.BELOW_THRESHOLD,
+}
 """Outcomes that are as planned; every other one means that the prompt is recomputed, which is worth a line."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineClock:
-    """``host_id``: names the monotonic clock of the scheduler half. ``is_shared``: its workers live by it too."""
-
-    host_id: str
-    is_shared: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """One decode leg. ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question."""
-
-    request_id: str
-    fetch: Fetch
-    num_local_tokens: int = 0
-    offer_reason: ReadReason | None = None
-    is_counted: bool = False
-    is_request_over: bool = False
-    is_broken: bool = False
-    """The machine and vLLM disagree, which is a bug: nothing is offered any more."""
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """What vLLM waits for. ``destination``: blocks that the read may write to. ``failure``: a rank's, or ""."""
-
-    reading: _Reading
-    num_tokens: int
-    destination: tuple[int, ...]
-    read_ends_at_s: float = -math.inf
-    failure: str = ""
+_ABORTED = {Outcome.ABORTED, PushOutcome.ABORTED}
 
 
 class Reader:
@@ -106,15 +86,15 @@ class Reader:
         *,
         card: EngineCard,
         clock: EngineClock,
+        holder: Holder,
         side: SideChannelThread[Message],
         stats: ShuttleStats,
         lock: threading.RLock,
     ) -> None:
         self._card = card
         self._clock = clock
-        self._side = side
+        self._holder = holder
         self._stats = stats
-        self._lock = lock
         self._limits = FetchLimits(
             acquire_timeout_s=config.acquire_timeout_s,
             lease_s=config.lease_s,
@@ -123,24 +103,48 @@ class Reader:
             total_wait_s=config.total_wait_s,
             recompute_threshold_tokens=config.recompute_threshold_tokens,
         )
-        self._readings: dict[str, _Reading] = {}
-        self._unsettled: dict[str, _Reading] = {}
-        self._loads: dict[str, _Load] = {}
-        self._peers = Peers(card)
-        self._step = StepMetadata()
+        self._push_limits = PushLimits(
+            fetch=self._limits,
+            push_timeout_s=config.push_timeout_s,
+            confirm_timeout_s=config.confirm_timeout_s,
+        )
+        self._readings: dict[str, Reading] = {}
+        self._unsettled: dict[str, Reading] = {}
+        self._loads: dict[str, Load] = {}
+        self.step = StepMetadata()
+        self._asking = Asking(self, card=card, side=side, stats=stats, lock=lock)
 
     def __repr__(self) -> str:
         return (
             f"<Reader readings={len(self._readings)} unsettled={len(self._unsettled)} loads={len(self._loads)}"
-            f" peers={len(self._peers)}>"
+            f" peers={len(self._asking.peers)}>"
         )
 
     # -- what the hooks call, under the lock ------------------------------------------------------
 
     def begin(self, request_id: str, leg: DecodeLeg, chain: TokenChain) -> None:
-        """A decode leg arrived: ask its source at once, so that the answer is here when the engine asks."""
-        fetch = Fetch(
-            handle=Handle(leg.transfer_id),
+        """A decode leg arrived: ask its source at once, so that the answer is here when the engine asks.
+
+        A push asks nobody: its blocks are reserved while the source still computes.
+        """
+        reading = Reading(request_id, self._machine(leg, chain))
+        self._readings[request_id] = self._unsettled[request_id] = reading
+        if isinstance(reading.fetch, Fetch):
+            self._do(reading, reading.fetch.start(now_s()))
+
+    def _machine(self, leg: DecodeLeg, chain: TokenChain) -> Fetch | Intake:
+        handle = Handle(leg.transfer_id)
+        if leg.mode is Mode.PUSH:
+            return Intake(
+                handle=handle,
+                source=leg.source,
+                wanted=chain,
+                reader=self._card,
+                registration_id=mint("reg"),
+                limits=self._push_limits,
+            )
+        return Fetch(
+            handle=handle,
             source=leg.source,
             wanted=chain,
             fingerprint=self._card.fingerprint,
@@ -148,8 +152,6 @@ class Reader:
             limits=self._limits,
             now_s=now_s(),
         )
-        reading = self._readings[request_id] = self._unsettled[request_id] = _Reading(request_id, fetch)
-        self._do(reading, fetch.start(now_s()))
 
     def offer(self, request_id: str, num_local_tokens: int) -> int | None:
         """Tokens that can be loaded behind the local prefix; None to be asked again. Changes nothing that matters."""
@@ -172,7 +174,7 @@ class Reader:
         block_size_tokens = self._card.fingerprint.block_size_tokens
         end = num_blocks_for(reading.num_local_tokens + num_tokens, block_size_tokens)
         destination = block_ids[reading.num_local_tokens // block_size_tokens : end]
-        load = self._loads[request_id] = _Load(reading, num_tokens, destination)
+        load = self._loads[request_id] = Load(reading, num_tokens, destination)
         if not self._try_tell(reading, LoadAdmitted(reading.num_local_tokens, num_tokens, block_ids), at_s=now_s()):
             self._fail(load, "internal_error")
 
@@ -182,7 +184,7 @@ class Reader:
         if reading is None or request_id in self._loads or reading.fetch.outcome is not None:
             return
         self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
-        self._tell(reading, NothingToRead(reading.offer_reason))
+        self.tell(reading, NothingToRead(reading.offer_reason))
 
     def is_loading(self, request_id: str) -> bool:
         """Whether vLLM waits for this request's load."""
@@ -201,7 +203,14 @@ class Reader:
                 continue
             load.failure = load.failure or reason
             if reason == "peer_unknown":
-                self._peers.forget(load.reading.fetch.source.incarnation, self._step)
+                self._asking.peers.forget(load.reading.source.incarnation, self.step)
+
+    def note_pushes(self, arriving: set[str], failed: dict[str, str]) -> None:
+        """What the workers have heard from the holders' workers."""
+        for request_id in arriving & self._loads.keys():
+            self.tell(self._loads[request_id].reading, BlocksArrived())
+        for request_id in failed.keys() & self._loads.keys():
+            self.tell(self._loads[request_id].reading, SourceFailed(failed[request_id]))
 
     def destination(self, request_id: str) -> tuple[int, ...]:
         """Blocks that a read of this request may write to."""
@@ -221,11 +230,13 @@ class Reader:
         if not reading.fetch.is_drained:
             # Workers call a read good only when they saw it complete within its budget, by the same clock; hence the
             # time that passed until this step, which may be long, says nothing.
-            judged_at_s = min(now_s(), load.read_ends_at_s) if self._clock.is_shared else now_s()
+            is_timed = self._clock.is_shared and math.isfinite(load.read_ends_at_s)
+            judged_at_s = min(now_s(), load.read_ends_at_s) if is_timed else now_s()
             self._try_tell(reading, ReadEnded(is_ok, load.failure), at_s=judged_at_s)
         outcome = reading.fetch.outcome
-        if is_ok and outcome is Outcome.READ_OK:
-            self._stats.count("transfer_tokens", "read", by=load.num_tokens)
+        if is_ok and outcome in _LOADED:
+            direction = "read" if outcome is Outcome.READ_OK else "push"
+            self._stats.count("transfer_tokens", direction, by=load.num_tokens)
             self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
         elif is_ok and not reading.is_request_over:
             self._loads[request_id] = load
@@ -238,11 +249,11 @@ class Reader:
         reading = self._readings.pop(request_id, None)
         if reading is not None:
             reading.is_request_over = True
-            self._tell(reading, RequestEnded())
+            self.tell(reading, RequestEnded())
 
     def take_step(self) -> StepMetadata:
         """Orders collected since the last step."""
-        step, self._step = self._step, StepMetadata()
+        step, self.step = self.step, StepMetadata()
         return step
 
     # -- what the side channel's thread calls -----------------------------------------------------
@@ -258,125 +269,95 @@ class Reader:
 
     # -- doing ------------------------------------------------------------------------------------
 
-    def _tick_one(self, reading: _Reading, now: float) -> float | None:
+    def _tick_one(self, reading: Reading, now: float) -> float | None:
         deadline_at_s = reading.fetch.next_deadline_at_s()
         if deadline_at_s is None or deadline_at_s > now:
             return deadline_at_s
         self._do(reading, reading.fetch.tick(now))
         return reading.fetch.next_deadline_at_s()
 
-    def _try_tell(self, reading: _Reading, fact: Fact, *, at_s: float) -> bool:
+    def incarnations_in_use(self) -> Container[str]:
+        """Peers that something is being got from."""
+        return {each.source.incarnation for each in self._unsettled.values()}
+
+    def _try_tell(self, reading: Reading, fact: Fact, *, at_s: float) -> bool:
         try:
-            self._do(reading, reading.fetch.on(fact, now_s=at_s))
+            self._do(reading, reading.on(fact, at_s))
         except Exception:
             logger.exception("kvshuttle: %s: %r was not expected by %r", reading.request_id, fact, reading.fetch)
             self._stats.count("internal_errors", type(fact).__name__)
             reading.is_broken = True
         return not reading.is_broken
 
-    def _tell(self, reading: _Reading, fact: Fact) -> None:
-        self._do(reading, reading.fetch.on(fact, now_s=now_s()))
+    def tell(self, subject: Subject, fact: IntakeFact) -> None:
+        """What happened to a reading."""
+        assert isinstance(subject, Reading), subject
+        self._do(subject, subject.on(fact, now_s()))
 
-    def _do(self, reading: _Reading, actions: tuple[Action, ...]) -> None:
+    def _do(self, reading: Reading, actions: tuple[Action | IntakeAction, ...]) -> None:
         for action in actions:
-            match action:
-                case SendAcquire():
-                    self._send(functools.partial(self._acquire, reading=reading, action=action))
-                case SendRenew():
-                    on_reply = functools.partial(self._on_renewed, reading, action.ordinal)
-                    self._request(reading, action.message, action.timeout_s, on_reply)
-                case SendRelease():
-                    self._request(reading, action.message, _RELEASE_TIMEOUT_S, lambda _reply: None)
-                case StartRead():
-                    self._order(reading, action)
-                case FailLoad():
-                    self._fail(self._loads[reading.request_id], str(action.outcome))
+            if isinstance(action, Asked):
+                self._asking.ask(reading, action)
+            elif isinstance(action, Quarantine):
+                self._holder.quarantine_soon(reading.request_id, action.block_ids)
+            elif isinstance(action, LiftQuarantine):
+                self._holder.lift_soon(reading.request_id)
+            else:
+                self._direct(self._loads[reading.request_id], action)
         self._count_outcome(reading)
         if reading.fetch.is_drained:
             self._unsettled.pop(reading.request_id, None)
 
-    def _order(self, reading: _Reading, action: StartRead) -> None:
+    def _direct(self, load: Load, action: StartRead | FailLoad | ExpectPush | FailPush) -> None:
+        """What the workers are told of a load."""
+        request_id = load.reading.request_id
+        match action:
+            case StartRead():
+                self._order(load.reading, action)
+            case FailLoad():
+                self._fail(load, str(action.outcome))
+            case ExpectPush():
+                self.step.pushes.append(PushExpectation(request_id, action.registration_id, load.destination))
+            case FailPush():
+                # Whether it has failed is for the workers to say: it may have arrived meanwhile.
+                reason = str(action.outcome)
+                self.step.failed_loads.append(FailedLoad(request_id, reason, load.destination, is_push=True))
+
+    def _order(self, reading: Reading, action: StartRead) -> None:
         issued_at_s = now_s()
         self._loads[reading.request_id].read_ends_at_s = issued_at_s + action.budget_s
-        self._step.reads.append(
+        self.step.reads.append(
             ReadOrder(
                 request_id=reading.request_id,
-                incarnation=reading.fetch.source.incarnation,
+                incarnation=reading.source.incarnation,
                 plan=action.plan,
                 budget_s=action.budget_s,
                 issued_at_s=issued_at_s,
                 host=self._clock.host_id,
+                is_instead_of_push=isinstance(reading.fetch, Intake),
             )
         )
 
-    def _fail(self, load: _Load, reason: str) -> None:
+    def _fail(self, load: Load, reason: str) -> None:
         load.failure = load.failure or reason
-        self._step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination))
+        self.step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination))
 
-    def _count_outcome(self, reading: _Reading) -> None:
+    def _count_outcome(self, reading: Reading) -> None:
         outcome = reading.fetch.outcome
         if outcome is None or reading.is_counted:
             return
         reading.is_counted = True
-        self._stats.count("transfers", "read", str(outcome))
-        if outcome not in _SERVED and outcome is not Outcome.ABORTED:
+        if isinstance(reading.fetch, Fetch):
+            self._stats.count("transfers", "read", str(outcome))
+        else:
+            self._count_push(reading.fetch, outcome)
+        if outcome not in _SERVED | _ABORTED:
             logger.warning("kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail)
 
-    def _send(self, function: Callable[[Endpoint[Message]], None]) -> None:
-        try:
-            self._side.submit(function)
-        except TransportError as error:
-            # Stopping, or far behind: the machine's own deadlines end what waits for this.
-            logger.warning("kvshuttle: not sent: %s", error)
-
-    def _request(self, reading: _Reading, message: Message, timeout_s: float, on_reply: OnReply[Message]) -> None:
-        address = reading.fetch.source.address
-        self._send(lambda side: side.request(address, message, timeout_s=timeout_s, on_reply=on_reply))
-
-    def _acquire(self, side: Endpoint[Message], *, reading: _Reading, action: SendAcquire) -> None:
-        source = reading.fetch.source
-        with self._lock:
-            is_known = self._peers.is_known(source.address, source.incarnation, now_s=now_s())
-        message: Message = action.message
-        on_reply: OnReply[Message] = functools.partial(self._on_acquire_reply, reading, now_s())
-        if not is_known:
-            message = Hello(protocol_version=PROTOCOL_VERSION, sender=self._card.engine_id)
-            on_reply = functools.partial(self._on_hello_reply, side, reading, action)
-        side.request(source.address, message, timeout_s=action.timeout_s + _LATE_ANSWER_S, on_reply=on_reply)
-
-    def _on_hello_reply(
-        self, side: Endpoint[Message], reading: _Reading, action: SendAcquire, reply: Message | KvshuttleError
-    ) -> None:
-        if not isinstance(reply, HelloAck):
-            self._fact(reading, PeerFailed(f"hello: {reply}"))
-            return
-        source = reading.fetch.source
-        refusal = self._peers.refusal(reply.card, source.incarnation)
-        if refusal is not None:
-            self._fact(reading, AcquireAnswered(refusal))
-            return
-        with self._lock:
-            in_use = {each.fetch.source.incarnation for each in self._unsettled.values()}
-            self._peers.meet(source.address, reply.card, self._step, in_use=in_use, now_s=now_s())
-            # The reading side may have given up while the hello was on its way.
-            is_wanted = not reading.fetch.is_drained
-        if is_wanted:
-            self._acquire(side, reading=reading, action=action)
-
-    def _on_acquire_reply(self, reading: _Reading, started_at_s: float, reply: Message | KvshuttleError) -> None:
-        with self._lock:
-            self._stats.observe("acquire_seconds", value=now_s() - started_at_s)
-        if isinstance(reply, Acquired | Denied):
-            self._fact(reading, AcquireAnswered(reply))
+    def _count_push(self, intake: Intake, outcome: Outcome | PushOutcome) -> None:
+        """Where a fetch took over, both have an outcome."""
+        if intake.fallback is None or intake.claim is None or outcome is PushOutcome.RECEIVED:
+            self._stats.count("transfers", "push", str(outcome))
         else:
-            self._fact(reading, PeerFailed(f"acquire: {reply}"))
-
-    def _on_renewed(self, reading: _Reading, ordinal: int, reply: Message | KvshuttleError) -> None:
-        if isinstance(reply, Renewed):
-            self._fact(reading, RenewAnswered(ordinal, reply))
-        else:
-            self._fact(reading, PeerFailed(f"renew: {reply}"))
-
-    def _fact(self, reading: _Reading, fact: Fact) -> None:
-        with self._lock:
-            self._tell(reading, fact)
+            self._stats.count("transfers", "push", str(intake.claim.why))
+            self._stats.count("transfers", "read", str(outcome))

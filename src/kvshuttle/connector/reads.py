@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvshuttle.connector.step_metadata import ReadOrder
-    from kvshuttle.handoff.messages import WorkerCard
+    from kvshuttle.handoff.cards import WorkerCard
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ class ReadResult:
     num_descriptors: int = 0
     post_s: float = 0.0
     wire_s: float = 0.0
+    is_pushed: bool = False
+    """It was not read at all: everything was written by the holder. ``wire_s`` is the time it was waited for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,17 @@ from kvshuttle.clock import now_s
 from kvshuttle.connector import fingerprint as fp
 from kvshuttle.connector import vllm_compat
 from kvshuttle.connector.holder import Holder
-from kvshuttle.connector.reader import EngineClock, Reader
+from kvshuttle.connector.pusher import Pusher
+from kvshuttle.connector.reader import Reader
+from kvshuttle.connector.readings import EngineClock
 from kvshuttle.connector.service import SideChannelService
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshuttle.errors import LocalProtocolError
+from kvshuttle.handoff.cards import EngineCard
 from kvshuttle.handoff.ledger import LeaseLedger
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, EngineCard, Message
-from kvshuttle.handoff.params import DecodeLeg, Leg, PrefillLeg, parse_leg
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Message
+from kvshuttle.handoff.params import DecodeLeg, Leg, Mode, PrefillLeg, parse_leg
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.ids import LeaseId, mint
 from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
@@ -84,6 +87,7 @@ class SchedulerHalf:
         # Made when the workers' caches exist; before that no hook has anything to do.
         self._holder: Holder | None = None
         self._reader: Reader | None = None
+        self._pusher: Pusher | None = None
         self._service: SideChannelService | None = None
         self._side: SideChannelThread[Message] | None = None
 
@@ -117,13 +121,8 @@ class SchedulerHalf:
         holder = self._holder = Holder(ledger, lease_s=self._config.lease_s)
         if self._pool is not None:
             holder.bind_pool(self._pool)
-        self._service = SideChannelService(card, holder, lock=self._lock, load=self._load)
         endpoint = Endpoint(
-            codec=MessageCodec(),
-            secret=self._secret,
-            sender=self._engine_id,
-            handler=self._service.answer,
-            now_s=now_s,
+            codec=MessageCodec(), secret=self._secret, sender=self._engine_id, handler=self._answer, now_s=now_s
         )
         port = self._config.side_channel_port
         if port:
@@ -131,7 +130,11 @@ class SchedulerHalf:
         self.address = endpoint.bind(self._config.side_channel_host, port)
         self._side = SideChannelThread(endpoint, tick=self._tick, name="kvshuttle-side")
         clock = EngineClock(self._host_id, is_shared=all(each.host_id == self._host_id for each in ranks))
-        self._reader = Reader(self._config, card=card, clock=clock, side=self._side, stats=self._stats, lock=self._lock)
+        self._reader = Reader(
+            self._config, card=card, clock=clock, holder=holder, side=self._side, stats=self._stats, lock=self._lock
+        )
+        self._pusher = Pusher(holder, card=card, side=self._side, lock=self._lock)
+        self._service = SideChannelService(card, holder, self._pusher, lock=self._lock, load=self._load)
         self._side.start()
         logger.info(
             "kvshuttle %s: engine %s (%s) listens on %s, vLLM %s",
@@ -148,20 +151,23 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """A request arrived: read its params, and ask the holder at once when it is a decode leg."""
         leg, problem = self._leg_of(request)
-        chain = self._prompt_chain(request) if isinstance(leg, DecodeLeg) else None
+        is_push = leg is not None and leg.mode is Mode.PUSH
+        chain = self._prompt_chain(request) if isinstance(leg, DecodeLeg) or is_push else None
         with self._lock:
             self._live_requests[request.request_id] = request
             self._return_blocks()
             if problem:
                 logger.warning("kvshuttle: %s computes locally: %s", request.request_id, problem)
                 self._stats.count("rejected_params")
-            if leg is None or self._reader is None:
+            if leg is None or self._reader is None or self._pusher is None:
                 return
             self._legs[request.request_id] = leg
             if isinstance(leg, DecodeLeg) and chain is not None:
                 self._reader.begin(request.request_id, leg, chain)
             elif isinstance(leg, DecodeLeg):
                 self._stats.count("transfers", "read", "prompt_without_tokens")
+            elif is_push and chain is not None:
+                self._pusher.begin(request.request_id, leg, chain)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind the local prefix that a read would bring; None while the holder has not answered."""
@@ -191,7 +197,16 @@ class SchedulerHalf:
         with self._lock:
             self._num_running = len(scheduler_output.num_scheduled_tokens)
             self._return_blocks()
-            return self._reader.take_step() if self._reader is not None else StepMetadata()
+            if self._reader is None or self._pusher is None:
+                return StepMetadata()
+            step = self._reader.take_step()
+            try:
+                self._pusher.publish(scheduler_output, self._live_requests, step)
+            except Exception:
+                # The other orders of this step are owed to vLLM; readers of the push have their deadlines.
+                logger.exception("kvshuttle: progress of a push was not published")
+                self._stats.count("internal_errors", "publish")
+            return step
 
     def on_worker_output(self, output: KVConnectorOutput) -> None:
         """A step's results, before vLLM applies them: it asserts on ids that it does not expect."""
@@ -227,6 +242,8 @@ class SchedulerHalf:
             leg = self._legs.pop(request.request_id, None)
             if self._reader is not None:
                 self._reader.end(request.request_id)
+            if self._pusher is not None and self._pusher.is_pushing(request.request_id):
+                return False, self._pusher.finish(request, block_ids[0], lease_s=self._config.lease_s)
         if not isinstance(leg, PrefillLeg) or not vllm_compat.is_answered(request):
             return False, None
         chain = self._prompt_chain(request)
@@ -275,6 +292,7 @@ class SchedulerHalf:
         for request_id, num_ranks in report.drained.items():
             holder.lift_quarantine(request_id, num_ranks)
         reader.note_failures(report.failed)
+        reader.note_pushes(report.arriving, report.push_failed)
 
     def _complain_of_completion(self, request_id: str) -> None:
         logger.error("kvshuttle: kept an unexpected completion of %s from vLLM", request_id)
@@ -298,6 +316,12 @@ class SchedulerHalf:
         num_blocks, num_free = (pool.num_gpu_blocks, pool.get_num_free_blocks()) if pool is not None else (0, 0)
         return num_running, len(self._live_requests) - num_running, num_blocks, num_free
 
+    def _answer(self, message: Message) -> Message | None:
+        return self._service.answer(message) if self._service is not None else None
+
     def _tick(self, now: float) -> float | None:
         with self._lock:
-            return self._reader.tick(now) if self._reader is not None else None
+            if self._reader is None or self._pusher is None:
+                return None
+            deadlines = (self._reader.tick(now), self._pusher.tick(now))
+            return min((at_s for at_s in deadlines if at_s is not None), default=None)

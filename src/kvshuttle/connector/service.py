@@ -9,22 +9,26 @@ from kvshuttle.clock import now_s
 from kvshuttle.handoff.messages import (
     PROTOCOL_VERSION,
     Acquire,
-    EngineCard,
     Hello,
     HelloAck,
     Message,
+    Proceed,
     Refused,
+    Register,
     Release,
     Renew,
     Status,
     StatusReport,
+    Withdraw,
 )
 
 if TYPE_CHECKING:
     import threading
 
     from kvshuttle.connector.holder import Holder
+    from kvshuttle.connector.pusher import Pusher
     from kvshuttle.connector.stats import ShuttleStats
+    from kvshuttle.handoff.cards import EngineCard
 
 Load = Callable[[], tuple[int, int, int, int]]
 """Running requests, waiting requests, blocks, free blocks."""
@@ -33,8 +37,9 @@ Load = Callable[[], tuple[int, int, int, int]]
 class SideChannelService:
     """Answers peers and routers. ``answer`` runs in the side channel's thread."""
 
-    def __init__(self, card: EngineCard, holder: Holder, *, lock: threading.RLock, load: Load) -> None:
+    def __init__(self, card: EngineCard, holder: Holder, pusher: Pusher, *, lock: threading.RLock, load: Load) -> None:
         self._card = card
+        self._pusher = pusher
         self._holder = holder
         self._ledger = holder.ledger
         self._lock = lock
@@ -57,7 +62,11 @@ class SideChannelService:
             case Renew():
                 return self._ledger.renew(message, now_s=now_s())
             case Release():
+                if message.drop:
+                    self._pusher.release(message.handles)
                 return self._ledger.release(message, now_s=now_s())
+            case Register() | Proceed() | Withdraw():
+                return self._pusher.answer(message)
             case Status():
                 return self._status()
         return Refused(reason=f"an engine does not answer {type(message).__name__}")
@@ -67,6 +76,7 @@ class SideChannelService:
         counters = self._ledger.counters
         totals = {
             ("holdings", "granted"): counters.granted,
+            ("holdings", "fenced"): counters.kept,
             ("holdings", "refused_full"): counters.refused_full,
             ("holdings", "released"): counters.holding_dropped,
             ("holdings", "expired"): counters.holding_expired,

@@ -32,6 +32,8 @@ SERIES: Mapping[str, Series] = {
     "transfer_tokens": Series(Counter, ("direction",), "Tokens whose KV was moved and used."),
     "local_hit_tokens": Series(Counter, (), "Prompt tokens of hand-offs that the local prefix cache already held."),
     "transfer_bytes": Series(Counter, ("direction",), "Bytes moved, summed over ranks."),
+    "pushed_bytes": Series(Counter, ("when",), "Bytes written before (streamed) and after the prompt was computed."),
+    "push_wait_seconds": Series(Histogram, (), "Time from reserving blocks to the last byte of a push.", _SECONDS),
     "transfer_failures": Series(Counter, ("direction", "reason"), "Reads that failed in a worker; one for each rank."),
     "transfer_descriptors": Series(
         Histogram, ("direction",), "Descriptors for each transfer.", (1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000)

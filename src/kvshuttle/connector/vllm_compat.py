@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvshuttle.blocks import ContentIdentity
@@ -115,6 +116,34 @@ def pin(pool: BlockPool, block_ids: Iterable[int]) -> None:
 def unpin(pool: BlockPool, block_ids: Iterable[int]) -> None:
     """Give one reference per block back; the tail of a sequence is evicted before its head."""
     pool.free_blocks([pool.blocks[block_id] for block_id in reversed(tuple(block_ids))])
+
+
+class BlockTables:
+    """Block tables of some requests, kept from what the scheduler tells its workers: all releases tell that."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, list[int]] = {}
+
+    def update(self, scheduled: SchedulerOutput, wanted: Container[str]) -> None:
+        """Take a step in. ``wanted``: the requests to keep tables of, from their first step on."""
+        for new in scheduled.scheduled_new_reqs:
+            if new.req_id in wanted:
+                self._tables[new.req_id] = list(new.block_ids[0])
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id not in wanted:
+                continue
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = []
+            self._tables.setdefault(request_id, []).extend(block_ids[0] if block_ids else ())
+
+    def of(self, request_id: str) -> list[int]:
+        """A request's blocks from its first token on, as of this step."""
+        return self._tables.get(request_id, [])
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._tables.pop(request_id, None)
 
 
 def page_content(vllm_config: VllmConfig, spec: Any, *, is_cpu: bool) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
 from kvshuttle.connector import vllm_compat
+from kvshuttle.connector.arrivals import PushNews
 from kvshuttle.connector.comm_thread import CommThread, CommThreadOptions
 from kvshuttle.connector.kv_layout import kv_memory
 from kvshuttle.connector.loads import Loads
+from kvshuttle.connector.reads import DrainedRead, ReadResult
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
+from kvshuttle.connector.writes import SETTLE_TIMEOUT_S, EndedWrite, FailedWrite
 from kvshuttle.ids import mint
 
 if TYPE_CHECKING:
@@ -22,16 +26,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvshuttle.config import ConnectorConfig
-    from kvshuttle.connector.comm_thread import TransportFactory
-    from kvshuttle.connector.reads import ReadResult
+    from kvshuttle.connector.comm_thread import CommOutcome, TransportFactory
+    from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder
     from kvshuttle.handoff.block_plan import BlockPlan
     from kvshuttle.handoff.messages import Message
+    from kvshuttle.handoff.progress import Restarted
     from kvshuttle.transport import Transport
     from kvshuttle.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
 _DIRECTION = "read"
+_SETTLE_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class WorkerHalf:
         self._stats = ShuttleStats()
         self._report = WorkerReport()
         self._last_step: StepMetadata | None = None
+        self._last_ended_step: StepMetadata | None = None
         self._loads = Loads()
         self._failed_block_ids: set[int] = set()
 
@@ -97,25 +104,52 @@ class WorkerHalf:
         if metadata is self._last_step or self._comm is None:
             return
         self._last_step = metadata
-        # Before anything can fail: whatever is in here gets an end.
-        for load in metadata.failed_loads:
-            self._loads.fail(load)
-        for order in metadata.reads:
-            block_ids = _destination(order.plan)
-            self._loads.expect(order.request_id, block_ids=block_ids, budget_s=order.budget_s, now_s=now_s())
+        # Before anything can fail: whatever is in here gets an end. Pushes first, since one may be called off in the
+        # step that begins it.
+        for expectation in metadata.pushes:
+            self._loads.expect_push(expectation.request_id, block_ids=expectation.block_ids)
+        failed = [load for load in metadata.failed_loads if not load.is_push or self._is_pending(load)]
+        reads = [order for order in metadata.reads if not order.is_instead_of_push or self._is_pending(order)]
+        self._expect(failed, reads)
         for incarnation in metadata.gone:
             self._comm.forget(incarnation)
         for incarnation, cards in metadata.peers.items():
             self._comm.meet(incarnation, cards[self._place.rank])
-        for order in metadata.reads:
+        for expectation in metadata.pushes:
+            self._comm.expect(expectation)
+        for load in failed:
+            self._comm.abandon(load.request_id)
+        for order in reads:
             self._comm.order(order)
+        self._restart(metadata.restarted, self._comm)
+
+    def _expect(self, failed: list[FailedLoad], reads: list[ReadOrder]) -> None:
+        for load in failed:
+            self._loads.fail(load)
+        for order in reads:
+            block_ids = _destination(order.plan)
+            self._loads.expect(order.request_id, block_ids=block_ids, budget_s=order.budget_s, now_s=now_s())
+
+    def end_step(self, metadata: StepMetadata) -> None:
+        """The step's forward pass has been launched: what it computes may be written, once, when it is done."""
+        if metadata is self._last_ended_step or self._comm is None:
+            return
+        self._last_ended_step = metadata
+        if metadata.progress:
+            self._comm.compute(self._launched(), tuple(metadata.progress))
+        if metadata.sources_over:
+            self._comm.forget_sources(tuple(metadata.sources_over))
 
     def transfer_results(self) -> vllm_compat.TransferResults:
         """Requests whose reads ended since the last call; each request id comes once."""
         results = vllm_compat.TransferResults()
         if self._comm is None:
             return results
-        step = self._loads.settle(self._comm.take(), is_comm_alive=self._comm.is_alive, now_s=now_s())
+        outcomes = self._comm.take()
+        reads = [outcome for outcome in outcomes if isinstance(outcome, ReadResult | DrainedRead)]
+        for outcome in outcomes:
+            self._note(outcome)
+        step = self._loads.settle(reads, is_comm_alive=self._comm.is_alive, now_s=now_s())
         for result in step.ended:
             results.finished_recving.add(result.request_id)
             self._count(result)
@@ -138,7 +172,7 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """What the scheduler half should know besides ids; None when there is nothing."""
         report = self._report
-        if not (report.failed or report.undrained or report.drained):
+        if report == WorkerReport():
             return None
         self._report = WorkerReport()
         return report
@@ -152,9 +186,53 @@ class WorkerHalf:
         if self._comm is not None and not self._comm.stop():
             logger.error("kvshuttle: %r did not stop; its memory stays mapped until the process ends", self._comm)
 
+    def _is_pending(self, order: FailedLoad | ReadOrder) -> bool:
+        return self._loads.is_pending(order.request_id)
+
+    def _restart(self, restarted: list[Restarted], comm: CommThread) -> None:
+        """Before the forward pass that overwrites what is lost, and for a moment only: see ``SETTLE_TIMEOUT_S``."""
+        if not restarted or comm.restart(restarted):
+            return
+        give_up_at_s = now_s() + SETTLE_TIMEOUT_S
+        source_ids = [each.source_id for each in restarted]
+        while not comm.is_settled(source_ids) and now_s() < give_up_at_s:
+            time.sleep(_SETTLE_POLL_S)
+
+    def _launched(self) -> Callable[[], bool]:
+        """Says when the forward pass that has just been launched is done."""
+        assert self._handshake is not None
+        if self._handshake.card.device == "DRAM":
+            return lambda: True
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        is_done: Callable[[], bool] = event.query
+        return is_done
+
+    def _note(self, outcome: CommOutcome) -> None:
+        """What is of no concern to loads."""
+        match outcome:
+            case PushNews() if outcome.failure:
+                self._report.push_failed[outcome.request_id] = outcome.failure
+            case PushNews():
+                self._report.arriving.add(outcome.request_id)
+            case EndedWrite():
+                self._stats.count("transfer_bytes", "write", by=outcome.num_bytes)
+                self._stats.count("pushed_bytes", "streamed" if outcome.is_streamed else "final", by=outcome.num_bytes)
+                self._stats.observe("transfer_descriptors", "write", value=outcome.num_descriptors)
+                self._stats.observe("transfer_post_seconds", "write", value=outcome.post_s)
+                self._stats.observe("transfer_wire_seconds", "write", value=outcome.wire_s)
+            case FailedWrite():
+                self._stats.count("transfer_failures", "write", outcome.reason)
+
     def _count(self, result: ReadResult) -> None:
         if result.reason:
             self._stats.count("transfer_failures", _DIRECTION, result.reason)
+            return
+        if result.is_pushed:
+            self._stats.count("transfer_bytes", "push", by=result.num_bytes)
+            self._stats.observe("push_wait_seconds", value=result.wire_s)
             return
         self._stats.count("transfer_bytes", _DIRECTION, by=result.num_bytes)
         self._stats.observe("transfer_descriptors", _DIRECTION, value=result.num_descriptors)

@@ -10,7 +10,7 @@ from kvshuttle.errors import RemoteProtocolError
 from kvshuttle.handoff.block_plan import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
-    from kvshuttle.handoff.messages import Acquire, Acquired
+    from kvshuttle.handoff.messages import Acquire, Acquired, Register
 
 
 def check_duration(duration_s: float) -> float:
@@ -20,14 +20,30 @@ def check_duration(duration_s: float) -> float:
     return duration_s
 
 
-def wanted_chain(message: Acquire) -> TokenChain:
+def wanted_chain(message: Acquire | Register) -> TokenChain:
     """Return the token chain that ``message`` asks for; raise ``RemoteProtocolError`` when it contradicts itself."""
     if message.block_size_tokens <= 0 or message.num_tokens <= 0:
-        raise RemoteProtocolError(f"acquire of {message.num_tokens} tokens, {message.block_size_tokens} a block")
+        raise RemoteProtocolError(f"a wish for {message.num_tokens} tokens, {message.block_size_tokens} a block")
     try:
         return TokenChain(message.block_size_tokens, message.num_tokens, message.links, message.tail)
     except ValueError as error:
-        raise RemoteProtocolError(f"acquire: {error}") from error
+        raise RemoteProtocolError(f"the wanted chain: {error}") from error
+
+
+def check_registration(message: Register) -> TokenChain:
+    """Return the token chain that ``message`` is about; raise ``RemoteProtocolError`` when it contradicts itself."""
+    chain = wanted_chain(message)
+    destinations = message.destination_block_ids
+    num_blocks = num_blocks_for(chain.num_tokens, chain.block_size_tokens)
+    if message.first_index < 0 or message.first_index + len(destinations) != num_blocks or not destinations:
+        raise RemoteProtocolError(
+            f"register.destination_block_ids: {len(destinations)} from index {message.first_index} of {num_blocks}"
+        )
+    if min(destinations) <= NULL_BLOCK_ID or len(set(destinations)) != len(destinations):
+        raise RemoteProtocolError("register.destination_block_ids: a block is null, negative or named twice")
+    if not message.registration_id:
+        raise RemoteProtocolError("register.registration_id is empty")
+    return chain
 
 
 def check_grant(answer: Acquired, *, wanted: TokenChain, incarnation: str) -> None:

@@ -55,11 +55,12 @@ from kvshuttle.handoff.fetch_protocol import (
     StartRead,
 )
 from kvshuttle.handoff.fetch_states import TRANSITIONS, State, Trigger
-from kvshuttle.handoff.messages import Acquire, Acquired, Denied, Fingerprint, Release
+from kvshuttle.handoff.messages import Acquire, Acquired, Denied, Release
 from kvshuttle.handoff.reader_lease import ReaderLease
 
 if TYPE_CHECKING:
     from kvshuttle.blocks import TokenChain
+    from kvshuttle.handoff.cards import Fingerprint
     from kvshuttle.handoff.params import Peer
     from kvshuttle.ids import Handle
 

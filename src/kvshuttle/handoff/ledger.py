@@ -2,7 +2,8 @@
 
 A *holding* is one sequence's blocks kept under a handle for a time; a handle has several when a request carried
 several prompts. A *lease* is one reader's right to read a holding; leases count references, so several readers may
-read at once. A holding leaves in one of four ways: dropped by a reader or the router, expired, or reclaimed.
+read at once. A *pin* is a lease of the engine's own writers, which no clock ends. A holding leaves in one of three
+ways: dropped by a reader or the router, expired, or reclaimed.
 
 Fencing, the one invariant that everything serves: **blocks do not appear in ``take_freed`` while a lease on
 them lives by this holder's clock**, and they appear there exactly once. A drop under an outstanding lease only
@@ -17,10 +18,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvshuttle.blocks import num_blocks_for, num_common_tokens
+from kvshuttle.blocks import TokenChain, num_blocks_for, num_common_tokens
 from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.checks import check_duration, wanted_chain
-from kvshuttle.handoff.holdings import Deadlines, Holding, Lease, LedgerCounters
+from kvshuttle.handoff.holdings import Deadlines, Holding, Lease, LedgerCounters, Shelf
 from kvshuttle.handoff.messages import (
     Acquire,
     Acquired,
@@ -31,18 +32,19 @@ from kvshuttle.handoff.messages import (
     Renew,
     Renewed,
 )
+from kvshuttle.ids import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvshuttle.blocks import TokenChain
-    from kvshuttle.handoff.messages import Fingerprint
-    from kvshuttle.ids import Handle, LeaseId
+    from kvshuttle.handoff.cards import Fingerprint
+    from kvshuttle.ids import LeaseId
 
 MAX_LEASE_S = 120.0
 """Longest lease granted at once. Readers renew every third of a lease, so a longer one only serves dead readers."""
 
 _GONE_S = -1.0
+_NOTHING = TokenChain(block_size_tokens=1, num_tokens=0, links=(), tail=b"")
 
 
 class LeaseLedger:
@@ -63,12 +65,9 @@ class LeaseLedger:
         self._mint = mint
         self._max_holdings = max_holdings
         self._max_lease_s = max_lease_s
-        self._by_handle: dict[str, list[Holding]] = {}
+        self._shelf = Shelf()
         self._leases: dict[str, Lease] = {}
-        self._num_holdings = 0
-        self._num_held_blocks = 0
-        self._freed: list[tuple[int, ...]] = []
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[Holding | Lease] = Deadlines()
 
     def hold(
         self,
@@ -91,14 +90,12 @@ class LeaseLedger:
         if not (math.isfinite(duration_s) and duration_s > 0):
             raise LocalProtocolError(f"{handle!r} cannot be held for {duration_s} s")
         self.expire(now_s)
-        if self._num_holdings >= self._max_holdings:
+        if self.is_full:
             self.counters.refused_full += 1
-            self._freed.append(block_ids)
+            self._shelf.turn_away(block_ids)
             return False
         holding = Holding(handle, block_ids, chain, now_s + duration_s, is_evictable)
-        self._by_handle.setdefault(handle, []).append(holding)
-        self._num_holdings += 1
-        self._num_held_blocks += len(block_ids)
+        self._shelf.add(holding)
         self._deadlines.watch(holding)
         self.counters.granted += 1
         return True
@@ -114,7 +111,7 @@ class LeaseLedger:
         refusal = self._refusal(message)
         if refusal is not None:
             return self._deny(*refusal)
-        candidates = self._by_handle.get(message.handle)
+        candidates = self._shelf.find(message.handle)
         if not candidates:
             return self._deny(DenyReason.UNKNOWN_HANDLE)
         # Of equals, the least lent: siblings of one request with equal prompts each get a holding of their own.
@@ -145,9 +142,32 @@ class LeaseLedger:
                 self._end_lease(lease, is_dropped=message.drop, now_s=now_s)
         if message.drop:
             for handle in message.handles:
-                for holding in list(self._by_handle.get(handle, ())):
+                for holding in self._shelf.find(handle):
                     self._settle(holding, is_dropped=True, now_s=now_s)
         return Released()
+
+    def pin(self, handle: Handle, block_ids: tuple[int, ...]) -> LeaseId | None:
+        """Lend a holding to its own engine's writers: a lease that no clock ends, only ``release``.
+
+        ``block_ids``: which of the handle's holdings. None when it cannot be found any more.
+        """
+        for holding in self._shelf.find(handle):
+            if holding.block_ids == block_ids:
+                return self._lease(holding, math.inf).lease_id
+        return None
+
+    def keep(self, block_ids: tuple[int, ...]) -> LeaseId:
+        """Keep blocks that nobody may acquire, until the returned lease is released. The ledger owns them, as in
+        ``hold``: what a request leaves behind that ended while its blocks were still being written from.
+        """
+        holding = Holding(Handle(""), block_ids, _NOTHING, 0.0, is_evictable=False, is_dropped=True)
+        self._shelf.add(holding)
+        self.counters.kept += 1
+        return self._lease(holding, math.inf).lease_id
+
+    def is_findable(self, handle: Handle, block_ids: tuple[int, ...]) -> bool:
+        """Whether ``pin`` would find this holding."""
+        return any(holding.block_ids == block_ids for holding in self._shelf.find(handle))
 
     def expire(self, now_s: float) -> None:
         """Let go of every lease and idle holding that has ended by ``now_s``."""
@@ -165,24 +185,23 @@ class LeaseLedger:
         """
         self.expire(now_s)
         num_reclaimed = 0
-        for holding in [each for holdings in self._by_handle.values() for each in holdings]:
+        for holding in self._shelf.findable():
             if num_reclaimed >= num_blocks:
                 break
             if holding.is_evictable and holding.num_leases == 0:
-                self._hide(holding)
-                self._free(holding)
+                self._shelf.hide(holding)
+                self._shelf.let_go(holding)
                 self.counters.holding_reclaimed += 1
                 num_reclaimed += len(holding.block_ids)
         return num_reclaimed
 
     def take_freed(self) -> list[tuple[int, ...]]:
         """Block ids, a tuple per holding, that may go back to the pool now; each exactly once."""
-        freed, self._freed = self._freed, []
-        return freed
+        return self._shelf.take_freed()
 
     def handles(self) -> tuple[Handle, ...]:
         """Handles under which something can be acquired."""
-        return tuple(holdings[0].handle for holdings in self._by_handle.values())
+        return tuple(dict.fromkeys(holding.handle for holding in self._shelf.findable()))
 
     def next_deadline_at_s(self) -> float | None:
         """When ``expire`` next has something to look at; None when nothing is held."""
@@ -191,12 +210,17 @@ class LeaseLedger:
     @property
     def num_holdings(self) -> int:
         """Holdings whose blocks are kept, findable or not."""
-        return self._num_holdings
+        return self._shelf.num_holdings
+
+    @property
+    def is_full(self) -> bool:
+        """Whether ``hold`` would refuse."""
+        return self._shelf.num_holdings >= self._max_holdings
 
     @property
     def num_held_blocks(self) -> int:
         """Blocks kept; one that two holdings share counts twice, as it is pinned twice."""
-        return self._num_held_blocks
+        return self._shelf.num_held_blocks
 
     @property
     def num_leases(self) -> int:
@@ -206,10 +230,10 @@ class LeaseLedger:
     @property
     def is_drained(self) -> bool:
         """Nothing held, nothing lent, and every freed block taken."""
-        return not (self._num_holdings or self._leases or self._freed)
+        return self._shelf.is_empty and not self._leases
 
     def __repr__(self) -> str:
-        holdings, leases, held_blocks = self._num_holdings, len(self._leases), self._num_held_blocks
+        holdings, leases, held_blocks = self.num_holdings, len(self._leases), self.num_held_blocks
         return f"<LeaseLedger {holdings=} {leases=} {held_blocks=}>"
 
     def _refusal(self, message: Acquire) -> tuple[DenyReason, str] | None:
@@ -225,16 +249,20 @@ class LeaseLedger:
         return Denied(reason, detail)
 
     def _lend(self, holding: Holding, num_tokens: int, duration_s: float, now_s: float) -> Acquired:
-        lease = Lease(self._mint(), holding, now_s + duration_s)
-        if lease.lease_id in self._leases:
-            raise LocalProtocolError(f"lease id {lease.lease_id!r} was minted twice")
-        self._leases[lease.lease_id] = lease
-        holding.num_leases += 1
+        lease = self._lease(holding, now_s + duration_s)
         lease.extend(lease.ends_at_s)
         self._deadlines.watch(lease)
         self.counters.acquired += 1
         num_blocks = num_blocks_for(num_tokens, holding.chain.block_size_tokens)
         return Acquired(lease.lease_id, self._incarnation, num_tokens, holding.block_ids[:num_blocks], duration_s)
+
+    def _lease(self, holding: Holding, ends_at_s: float) -> Lease:
+        lease = Lease(self._mint(), holding, ends_at_s)
+        if lease.lease_id in self._leases:
+            raise LocalProtocolError(f"lease id {lease.lease_id!r} was minted twice")
+        self._leases[lease.lease_id] = lease
+        holding.num_leases += 1
+        return lease
 
     def _renew_one(self, lease_id: str, duration_s: float, now_s: float) -> float:
         lease = self._leases.get(lease_id)
@@ -255,27 +283,13 @@ class LeaseLedger:
         """Make a dropped holding unfindable; let go of its blocks when it has ended and nobody reads it."""
         if is_dropped and not holding.is_dropped:
             holding.is_dropped = True
-            self._hide(holding)
+            self._shelf.hide(holding)
         if holding.num_leases:
             return
         if holding.is_dropped:
             self.counters.holding_dropped += 1
-            self._free(holding)
+            self._shelf.let_go(holding)
         elif holding.ends_at_s <= now_s:
             self.counters.holding_expired += 1
-            self._hide(holding)
-            self._free(holding)
-
-    def _hide(self, holding: Holding) -> None:
-        siblings = self._by_handle[holding.handle]
-        siblings.remove(holding)
-        if not siblings:
-            del self._by_handle[holding.handle]
-
-    def _free(self, holding: Holding) -> None:
-        assert not holding.is_over, f"{holding.handle} let go twice"
-        assert holding.num_leases == 0, f"{holding.handle} let go under {holding.num_leases} leases"
-        holding.is_over = True
-        self._num_holdings -= 1
-        self._num_held_blocks -= len(holding.block_ids)
-        self._freed.append(holding.block_ids)
+            self._shelf.hide(holding)
+            self._shelf.let_go(holding)

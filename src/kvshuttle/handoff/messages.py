@@ -1,6 +1,7 @@
 """What engines and the router say to each other on the side channel.
 
-Requests expect exactly one reply; ``Busy`` is the only one-way message. Instants never cross a process:
+Requests expect exactly one reply; ``Busy`` is the only one-way message. ``Orders`` stay within one engine. What workers
+tell each other beside their writes is in ``notifications.py``. Instants never cross a process:
 every time is a *remaining duration*. A reader counts a granted duration from the moment it
 *sent* its request, the holder from the moment it granted, so the reader's view always ends first
 and no clocks need to agree.
@@ -13,6 +14,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+
+from kvshuttle.handoff.cards import EngineCard, Fingerprint, WorkerCard
+from kvshuttle.handoff.orders import Orders, OrdersTaken
 
 PROTOCOL_VERSION = 1
 
@@ -30,67 +34,34 @@ class DenyReason(StrEnum):
     """Not one block of the wanted tokens is held."""
 
 
-class Region(msgspec.Struct, frozen=True):
-    """One registered span of KV memory: a layer (or K or V of it).
+class DeclineReason(StrEnum):
+    """Why a holder does not write. Also the metric label on the reader."""
 
-    Block ``b`` occupies ``[base_address + b * block_stride_bytes, + block_len_bytes)``.
-    """
-
-    base_address: int
-    block_len_bytes: int
-    block_stride_bytes: int
-    num_blocks: int
-
-
-class WorkerCard(msgspec.Struct, frozen=True):
-    """How to reach one worker (one tensor-parallel rank) of an engine."""
-
-    rank: int
-    address: str
-    """``host:port`` of the worker's own side channel."""
-    agent_metadata: bytes
-    """Opaque transport metadata (NIXL agent metadata)."""
-    device: str
-    """"DRAM" or "VRAM"."""
-    device_id: int
-    regions: tuple[Region, ...]
+    UNKNOWN_HANDLE = "unknown_handle"
+    """What this handle names has been read, dropped, or let go of."""
+    OTHER_INCARNATION = "other_incarnation"
+    """The reader means an earlier life of this engine: nothing of that life writes any more."""
+    INCOMPATIBLE = "incompatible"
+    """Fingerprints or workers differ; ``detail`` names the fields."""
+    OTHER_TOKENS = "other_tokens"
+    """The prompt under this handle is not the reader's, to the last token."""
+    PREFILL_ENDED = "prefill_ended"
+    """The prompt's request ended before it was computed."""
+    TOO_MANY = "too_many"
+    """The holder keeps no more registrations."""
+    UNKNOWN_REGISTRATION = "unknown_registration"
+    """Never granted here, or ended: nothing is written under it any more."""
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
-    """What must agree before one engine may use another's KV bytes."""
+class Stage(StrEnum):
+    """How far the holder is with a registration."""
 
-    model: str
-    """A digest of the model's architecture-relevant configuration plus its served name."""
-    kv_dtype: str
-    block_size_tokens: int
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    tensor_parallel_size: int
-    kv_layout: str
-    """Order of a page's content; includes the attention backend, and on CPU the instruction set."""
-    region_len_bytes: tuple[int, ...]
-    chain_scheme: str
-
-    def differences(self, other: Fingerprint) -> list[str]:
-        """Each differing field as ``name: ours != theirs``; empty when the two are compatible."""
-        return [
-            f"{name}: {getattr(self, name)!r} != {getattr(other, name)!r}"
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
-        ]
-
-
-class EngineCard(msgspec.Struct, frozen=True):
-    """Who an engine is; the body of ``HelloAck``."""
-
-    engine_id: str
-    incarnation: str
-    kv_role: str
-    protocol_version: int
-    vllm_version: str
-    fingerprint: Fingerprint
-    workers: tuple[WorkerCard, ...]
+    AWAITING_PREFILL = "awaiting_prefill"
+    """The prompt's request has not arrived."""
+    COMPUTING = "computing"
+    """It is here: queued, or being computed and written chunk by chunk."""
+    COMPUTED = "computed"
+    """All of it is computed; what is not written yet is being written."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -169,6 +140,73 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     """Done; ids that were unknown are ignored, since a release may arrive after an expiry."""
 
 
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """Write what ``handle`` names into my blocks, as it gets computed, once I say ``Proceed``.
+
+    ``registration_id``: the reader's name for it, in every notification. ``links``/``tail``/``num_tokens``/
+    ``block_size_tokens``: the chain of the whole prompt, which has to be equal. ``destination_block_ids[i]`` is for
+    absolute block index ``first_index + i``, up to the prompt's last. ``workers``: the reader's, by rank.
+    """
+
+    registration_id: str
+    handle: str
+    reader: str
+    incarnation: str
+    fingerprint: Fingerprint
+    block_size_tokens: int
+    num_tokens: int
+    links: tuple[bytes, ...]
+    tail: bytes
+    first_index: int
+    destination_block_ids: tuple[int, ...]
+    workers: tuple[WorkerCard, ...]
+    duration_s: float
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """Noted under ``lease_id``, a name that is given out once. Nothing is written before the reader proceeds."""
+
+    lease_id: str
+    incarnation: str
+    remaining_s: float
+
+
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """Nothing is written under this registration from now on, and why. Earlier writes may still be under way."""
+
+    reason: DeclineReason
+    detail: str = ""
+
+
+class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
+    """The first one: you may write. Each one: I still want it, for ``duration_s`` from now."""
+
+    lease_id: str
+    incarnation: str
+    duration_s: float
+
+
+class Proceeding(msgspec.Struct, frozen=True, tag="proceeding"):
+    """The registration stands for ``remaining_s``."""
+
+    remaining_s: float
+    stage: Stage
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Stop writing. Asked again until the answer is yes. ``drop``: what the handle names is not needed any more."""
+
+    lease_id: str
+    incarnation: str
+    drop: bool
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
+    """``is_drained``: no write under this registration is under way, on any rank, or will ever be submitted."""
+
+    is_drained: bool
+
+
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """How are you? Asked by the router."""
 
@@ -213,6 +251,15 @@ Message = (
     | Renewed
     | Release
     | Released
+    | Register
+    | Registered
+    | Declined
+    | Proceed
+    | Proceeding
+    | Withdraw
+    | Withdrawn
+    | Orders
+    | OrdersTaken
     | Status
     | StatusReport
     | Busy

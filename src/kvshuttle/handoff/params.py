@@ -20,6 +20,9 @@ class Mode(StrEnum):
     """How the KV of one request gets to the decode engine."""
 
     PULL = "pull"
+    """The decode engine reads it when the prompt is computed."""
+    PUSH = "push"
+    """The prefill engine writes each chunk while the next one computes; both legs are sent at once."""
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvshuttle.config import EngineSpec, RouterConfig
-    from kvshuttle.handoff.messages import EngineCard, StatusReport
+    from kvshuttle.handoff.cards import EngineCard
+    from kvshuttle.handoff.messages import StatusReport
     from kvshuttle.router.engine_client import EnginePool
 
 logger = logging.getLogger(__name__)

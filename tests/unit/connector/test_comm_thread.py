@@ -11,7 +11,8 @@ from kvshuttle.connector.kv_layout import KvMemory
 from kvshuttle.connector.step_metadata import ReadOrder
 from kvshuttle.errors import ConfigError, TransportError
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
-from kvshuttle.handoff.messages import Busy, Region, WorkerCard
+from kvshuttle.handoff.cards import Region, WorkerCard
+from kvshuttle.handoff.messages import Busy
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.transport import TransferStatus
 from kvshuttle.transport.endpoint import Endpoint

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 from kvshuttle.connector import fingerprint as fp
 from kvshuttle.connector.step_metadata import WorkerHandshake
 from kvshuttle.errors import ConfigError
-from kvshuttle.handoff.messages import Fingerprint, Region, WorkerCard
+from kvshuttle.handoff.cards import Fingerprint, Region, WorkerCard
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.bfloat16)
 HF = {"model_type": "llama", "hidden_size": 64, "rope_theta": 1e4, "_name_or_path": "/here", "torch_dtype": "float32"}

@@ -132,3 +132,28 @@ def test_without_a_pool_nothing_is_held_and_nothing_breaks():
     case.holder.quarantine("r", (1, 2))
     case.holder.lift_quarantine("r", 1)
     assert (case.holder.return_freed(99.0), case.holder.num_returnable_blocks()) == (0, 0)
+
+
+def test_blocks_of_a_push_are_quarantined_from_the_next_hook_on_and_given_back_at_one(case):
+    blocks = case.request(3)
+    ids = tuple(block.block_id for block in blocks)
+    case.holder.quarantine_soon("r", ids)
+    case.holder.return_freed(0.0)
+    case.pool.free_blocks(reversed(blocks))
+    assert case.num_free == NUM_BLOCKS - 1 - 3
+    assert case.holder.num_quarantined_blocks == 3
+    assert not case.holder.drop_all(0.0)
+    case.holder.lift_soon("r")
+    assert case.num_free == NUM_BLOCKS - 1 - 3
+    assert case.holder.return_freed(0.0) == 3
+    assert case.num_free == NUM_BLOCKS - 1
+
+
+def test_a_quarantine_that_is_lifted_before_the_next_hook_never_begins(case):
+    blocks = case.request(3)
+    case.holder.quarantine_soon("r", tuple(block.block_id for block in blocks))
+    case.holder.lift_soon("r")
+    case.holder.return_freed(0.0)
+    case.pool.free_blocks(reversed(blocks))
+    assert case.num_free == NUM_BLOCKS - 1
+    case.holder.lift_soon("r")

@@ -8,7 +8,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvshuttle.connector import connector as facade
 from kvshuttle.connector.connector import ShuttleConnector
-from kvshuttle.connector.reader import EngineClock
+from kvshuttle.connector.readings import EngineClock
 from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder, StepMetadata, WorkerReport
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
 from kvshuttle.handoff.fetch_protocol import Outcome
@@ -209,7 +209,7 @@ class Offered:
     def grant(self, **changes):
         fields = {"lease_id": "l", "incarnation": "inc", "num_verified_tokens": 40, "block_ids": (1, 2, 3)}
         answer = Acquired(**{**fields, "remaining_s": 30.0, **changes})
-        self.half._reader._on_acquire_reply(self.reading, 0.0, answer)
+        self.half._reader._asking._on_acquire_reply(self.reading, 0.0, answer)
 
     def offer(self, num_local_tokens=0):
         return self.connector.get_num_new_matched_tokens(self.request, num_local_tokens)
@@ -336,12 +336,12 @@ def test_a_question_ends_with_its_deadline_though_the_side_channel_is_stuck(sche
 
 def test_a_worker_that_does_not_know_the_peer_has_it_introduced_again(offered):
     reader = offered.half._reader
-    reader._peers.meet("127.0.0.1:1", reader._card, reader._step, in_use=(), now_s=0.0)
+    reader._asking.peers.meet("127.0.0.1:1", reader._card, reader.step, in_use=(), now_s=0.0)
     reader._readings["r"].fetch.source = Peer("127.0.0.1:1", "source", reader._card.incarnation)
     offered.offer()
     offered.alloc(40)
     offered.settle("peer_unknown")
-    assert len(reader._peers) == 0
+    assert len(reader._asking.peers) == 0
     assert reader.take_step().gone == [reader._card.incarnation]
 
 

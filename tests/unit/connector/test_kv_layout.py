@@ -4,7 +4,7 @@ import torch
 from kvshuttle.connector.kv_layout import kv_memory, plan_spans
 from kvshuttle.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
-from kvshuttle.handoff.messages import Region
+from kvshuttle.handoff.cards import Region
 
 BLOCKS, HEADS, TOKENS, CONTENT = 12, 2, 16, 8
 PAGE = HEADS * TOKENS * CONTENT * 4

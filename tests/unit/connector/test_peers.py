@@ -3,7 +3,8 @@ import pytest
 
 from kvshuttle.connector.peers import Peers
 from kvshuttle.connector.step_metadata import StepMetadata
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, DenyReason, EngineCard, WorkerCard
+from kvshuttle.handoff.cards import EngineCard, WorkerCard
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, DenyReason
 from support.handoff_values import FINGERPRINT
 
 

@@ -6,7 +6,7 @@ from kvshuttle.connector.kv_layout import KvMemory
 from kvshuttle.connector.reads import DrainedRead, ReadResult, Reads
 from kvshuttle.errors import TransferFailed
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
-from kvshuttle.handoff.messages import Region, WorkerCard
+from kvshuttle.handoff.cards import Region, WorkerCard
 from kvshuttle.transport import TransferStatus
 from support.scripted_transport import ScriptedTransport
 

@@ -18,7 +18,7 @@ DECODE = {
 }
 
 
-@pytest.mark.parametrize("leg", [PrefillLeg("xfer-1"), DecodeLeg("xfer-1", PEER), DecodeLeg("xfer-1", PEER, Mode.PULL)])
+@pytest.mark.parametrize("leg", [PrefillLeg("xfer-1"), DecodeLeg("xfer-1", PEER), DecodeLeg("xfer-1", PEER, Mode.PUSH)])
 def test_a_leg_survives_json(leg: PrefillLeg | DecodeLeg) -> None:
     assert parse_leg(json.loads(json.dumps(to_params(leg)))) == leg
 

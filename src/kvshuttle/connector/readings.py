@@ -1,0 +1,67 @@
+"""What the reading side writes down of each decode leg and of each load that vLLM waits for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvshuttle.handoff.fetch_protocol import Fact
+from kvshuttle.handoff.intake import Intake
+
+if TYPE_CHECKING:
+    from kvshuttle.handoff.block_plan import ReadReason
+    from kvshuttle.handoff.fetch import Fetch
+    from kvshuttle.handoff.fetch_protocol import Action
+    from kvshuttle.handoff.intake_protocol import IntakeAction, IntakeFact
+    from kvshuttle.handoff.params import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineClock:
+    """``host_id``: names the monotonic clock of the scheduler half. ``is_shared``: its workers live by it too."""
+
+    host_id: str
+    is_shared: bool
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One decode leg. ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question."""
+
+    request_id: str
+    fetch: Fetch | Intake
+    num_local_tokens: int = 0
+    offer_reason: ReadReason | None = None
+    is_counted: bool = False
+    is_request_over: bool = False
+    is_broken: bool = False
+    """The machine and vLLM disagree, which is a bug: nothing is offered any more."""
+
+    @property
+    def source(self) -> Peer:
+        """The holder."""
+        return self.fetch.source
+
+    @property
+    def is_settled(self) -> bool:
+        """The machine has ended."""
+        return self.fetch.is_drained
+
+    def on(self, fact: IntakeFact, now_s: float) -> tuple[Action | IntakeAction, ...]:
+        """Tell the machine."""
+        if isinstance(self.fetch, Intake):
+            return self.fetch.on(fact, now_s=now_s)
+        assert isinstance(fact, Fact), fact
+        return self.fetch.on(fact, now_s=now_s)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What vLLM waits for. ``destination``: blocks that the read may write to. ``failure``: a rank's, or ""."""
+
+    reading: Reading
+    num_tokens: int
+    destination: tuple[int, ...]
+    read_ends_at_s: float = -math.inf
+    failure: str = ""
