@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from kvshuttle.blocks import TokenChain, num_blocks_for
 from kvshuttle.errors import RemoteProtocolError
 from kvshuttle.handoff.block_plan import NULL_BLOCK_ID
+from kvshuttle.handoff.messages import DenyReason
 
 if TYPE_CHECKING:
+    from kvshuttle.handoff.cards import Fingerprint
     from kvshuttle.handoff.messages import Acquire, Acquired, Register
 
 
@@ -28,6 +30,14 @@ def wanted_chain(message: Acquire | Register) -> TokenChain:
         return TokenChain(message.block_size_tokens, message.num_tokens, message.links, message.tail)
     except ValueError as error:
         raise RemoteProtocolError(f"the wanted chain: {error}") from error
+
+
+def acquire_refusal(message: Acquire, incarnation: str, fingerprint: Fingerprint) -> tuple[DenyReason, str] | None:
+    """Why an engine of this life and kind cannot serve ``message``, whatever it holds; None when it can."""
+    if message.incarnation and message.incarnation != incarnation:
+        return DenyReason.OTHER_INCARNATION, f"this is {incarnation}"
+    differences = fingerprint.differences(message.fingerprint)
+    return (DenyReason.INCOMPATIBLE, "; ".join(differences)) if differences else None
 
 
 def check_registration(message: Register) -> TokenChain:

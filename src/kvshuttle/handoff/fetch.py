@@ -7,8 +7,7 @@
               v            |         v         |
           ABANDONED -------+----> DRAINING ----+
 
-A driver tells it facts, does the actions it returns, and calls ``tick`` by ``next_deadline_at_s``. It reads no
-clock and calls nothing.
+A driver tells it facts, does the actions it returns, and calls ``tick`` by ``next_deadline_at_s``.
 
 Whose clock. The peer grants a *duration*, never an instant. The peer counts it from when it granted, this
 machine from when it *sent* the request, which is earlier; and it counts a little less of it, since two monotonic
@@ -22,10 +21,8 @@ Invariants:
 3. Every lease that ever reaches this machine is given back exactly once, also when its answer comes late, twice,
    or makes no sense; a lost release costs the peer one lease duration.
 4. ``outcome`` is set exactly once. Once it is set, ``offer`` is 0 for ever.
-5. Whatever a peer sends, ``on`` does not raise; what the driver does wrong raises ``LocalProtocolError``
-   and changes nothing.
-6. After ``RequestEnded`` every path leads to ENDED; during a read it first waits for the workers, because
-   the destination blocks may still be written.
+5. ``on`` never raises for what a peer sent; a driver's mistake raises ``LocalProtocolError`` and changes nothing.
+6. After ``RequestEnded`` every path leads to ENDED; during a read once the workers are done, who may still write.
 """
 
 from __future__ import annotations
@@ -69,7 +66,10 @@ _LOST_WHILE_OFFERED = (Outcome.LEASE_LOST, Outcome.WAITED_TOO_LONG)
 
 
 class Fetch:
-    """One request's way to the KV that ``source`` holds under ``handle``. ``wanted``: the chain of its whole prompt."""
+    """One request's way to the KV that ``source`` holds under ``handle``. ``wanted``: the chain of its whole prompt.
+
+    ``is_read_once``: nobody needs the holding after this, as in a hand-off; else it is left for other readers.
+    """
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class Fetch:
         reader: str,
         limits: FetchLimits,
         now_s: float,
+        is_read_once: bool = True,
     ) -> None:
         self.handle = handle
         self.source = source
@@ -102,6 +103,7 @@ class Fetch:
         )
         self._give_up_at_s = now_s + limits.total_wait_s
         self._acquire_sent_at_s = now_s
+        self._is_read_once = is_read_once
         self._is_request_over = False
         self._lease: ReaderLease | None = None
         self._given_back: set[str] = set()
@@ -123,22 +125,21 @@ class Fetch:
         """
         match fact:
             case AcquireAnswered():
-                actions = self._on_acquire_answered(fact.answer)
+                return self._on_acquire_answered(fact.answer)
             case PeerFailed():
-                actions = self._on_peer_failed(fact)
+                return self._on_peer_failed(fact)
             case RenewAnswered():
-                actions = self._on_renewed(fact)
+                return self._on_renewed(fact)
             case LoadAdmitted():
-                actions = self._on_load_admitted(fact, now_s)
+                return self._on_load_admitted(fact, now_s)
             case NothingToRead():
-                actions = self._on_nothing_to_read(fact)
+                return self._on_nothing_to_read(fact)
             case ReadEnded():
-                actions = self._on_read_ended(fact, now_s)
+                return self._on_read_ended(fact, now_s)
             case RequestEnded():
-                actions = self._on_request_ended()
+                return self._on_request_ended()
             case _:
                 assert_never(fact)
-        return actions
 
     def tick(self, now_s: float) -> tuple[Action, ...]:
         """Let deadlines pass: time out the acquire, renew the lease or notice its end."""
@@ -189,8 +190,7 @@ class Fetch:
         return self.state is State.ENDED
 
     def __repr__(self) -> str:
-        outcome = f" outcome={self.outcome}" if self.outcome else ""
-        return f"<Fetch {self.handle} {self.state.upper()}{outcome}>"
+        return f"<Fetch {self.handle} {self.state.upper()}{f' outcome={self.outcome}' if self.outcome else ''}>"
 
     def _on_acquire_answered(self, answer: Acquired | Denied) -> tuple[Action, ...]:
         if self.state not in _WAITING:
@@ -201,10 +201,10 @@ class Fetch:
             check_grant(answer, wanted=self._wanted, incarnation=self.source.incarnation)
         except RemoteProtocolError as error:
             self._end(Trigger.BAD_ANSWER, Outcome.BAD_ANSWER, str(error))
-            return self._release(answer.lease_id, drop=True)
+            return self._release(answer.lease_id)
         self._move(Trigger.GRANTED)
         if self.state is State.ENDED:
-            return self._release(answer.lease_id, drop=True)
+            return self._release(answer.lease_id)
         self._lease = ReaderLease.granted(answer, limits=self._limits, sent_at_s=self._acquire_sent_at_s)
         return ()
 
@@ -212,8 +212,7 @@ class Fetch:
         self._move(Trigger.DENIED if isinstance(answer, Denied) else Trigger.GRANTED)
         if isinstance(answer, Denied) or (self._lease is not None and self._lease.lease_id == answer.lease_id):
             return ()
-        # The holding may only be dropped when this fetch does not read it under its own lease.
-        return self._release(answer.lease_id, drop=self.state is State.ENDED)
+        return self._release(answer.lease_id)
 
     def _on_peer_failed(self, fact: PeerFailed) -> tuple[Action, ...]:
         if self.state in _WAITING:
@@ -228,10 +227,10 @@ class Fetch:
         self._held.take_renewal(fact)
         if not self._held.is_lost:
             return ()
-        if self.state is State.READING:
-            self._move(Trigger.LEASE_LOST)
-            return ()
-        return self._end(Trigger.LEASE_LOST, Outcome.LEASE_LOST)
+        if self.state is State.LEASED:
+            return self._end(Trigger.LEASE_LOST, Outcome.LEASE_LOST)
+        self._move(Trigger.LEASE_LOST)
+        return ()
 
     def _on_load_admitted(self, fact: LoadAdmitted, now_s: float) -> tuple[Action, ...]:
         if fact == self._load:
@@ -285,12 +284,14 @@ class Fetch:
         self._move(trigger)
         if self.outcome is None:
             self.outcome, self.detail = outcome, detail
-        return self._release(self._held.lease_id, drop=True) if self._lease and self.state is State.ENDED else ()
+        return self._release(self._held.lease_id) if self._lease and self.state is State.ENDED else ()
 
-    def _release(self, lease_id: str, *, drop: bool) -> tuple[Action, ...]:
+    def _release(self, lease_id: str) -> tuple[Action, ...]:
         if not lease_id or lease_id in self._given_back:
             return ()
         self._given_back.add(lease_id)
+        # The holding may only be dropped when this fetch does not read it under its own lease.
+        drop = self._is_read_once and self.state is State.ENDED
         return (SendRelease(Release(lease_ids=(lease_id,), drop=drop)),)
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -14,9 +15,32 @@ if TYPE_CHECKING:
     from kvshuttle.ids import Handle, LeaseId
 
 
+LAST_LEASE_S = 5.0
+"""A lease on KV that is kept for later turns outlives the keeping by no more than this, unless it is renewed."""
+
+
+class EndReason(StrEnum):
+    """Why a holding cannot be found any more. Also the metric label of KV kept for later turns."""
+
+    RELEASED = "released"
+    """A reader that needed it once, or the router."""
+    SUPERSEDED = "superseded"
+    """A later turn is held instead."""
+    EXPIRED = "expired"
+    """Its time was over."""
+    PRESSURE = "pressure"
+    """The engine needed the blocks."""
+    BUDGET = "budget"
+    """More was kept than may be."""
+
+
 @dataclass(slots=True)
 class LedgerCounters:
-    """How often each thing happened since the start. ``holding_*`` say how holdings ended."""
+    """How often each thing happened since the start.
+
+    ``holding_ended``: holdings whose blocks were let go of. ``retained_ended``: those of them that were kept for later
+    turns, counted already when they could not be found any more.
+    """
 
     granted: int = 0
     kept: int = 0
@@ -27,53 +51,77 @@ class LedgerCounters:
     renew_refused: int = 0
     released: int = 0
     lease_expired: int = 0
-    holding_dropped: int = 0
-    holding_expired: int = 0
-    holding_reclaimed: int = 0
+    holding_ended: Counter[EndReason] = field(default_factory=Counter)
+    retained_ended: Counter[EndReason] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One sequence's blocks under a handle. ``is_dropped``: unfindable, kept only for the leases on it."""
+    """One sequence's blocks under a handle.
+
+    ``is_evictable``: kept for later turns, for as long as nothing else needs the blocks. ``renewal_s``: what each use
+    adds to its life. ``why_dropped``: set when it became unfindable; it is kept for the leases on it only.
+    """
 
     handle: Handle
     block_ids: tuple[int, ...]
     chain: TokenChain
     ends_at_s: float
     is_evictable: bool
+    renewal_s: float = 0.0
     num_leases: int = 0
-    is_dropped: bool = False
+    why_dropped: EndReason | None = None
     is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One reader's right to read a holding, which never ends before it."""
+    """One reader's right to read a holding, whose blocks are kept until it ends."""
 
     lease_id: LeaseId
     holding: Holding
     ends_at_s: float
     is_over: bool = False
 
-    def extend(self, ends_at_s: float) -> None:
-        """Move the end, and the holding's, no earlier than ``ends_at_s``."""
-        self.ends_at_s = max(self.ends_at_s, ends_at_s)
-        self.holding.ends_at_s = max(self.holding.ends_at_s, self.ends_at_s)
+    def extend(self, now_s: float, duration_s: float) -> None:
+        """Move the end no earlier than ``duration_s`` from now.
+
+        What is held for a hand-off can be found for as long as somebody reads it. What is kept for later turns keeps
+        its own time, and a lease on it outlives that by little.
+        """
+        holding = self.holding
+        if not holding.is_evictable:
+            self.ends_at_s = max(self.ends_at_s, now_s + duration_s)
+            holding.ends_at_s = max(holding.ends_at_s, self.ends_at_s)
+            return
+        if holding.renewal_s:
+            holding.ends_at_s = max(holding.ends_at_s, now_s + holding.renewal_s)
+        latest_at_s = max(holding.ends_at_s, now_s + LAST_LEASE_S)
+        self.ends_at_s = max(self.ends_at_s, min(now_s + duration_s, latest_at_s))
 
 
 class Shelf:
-    """Holdings by handle, in the order of arrival, and the blocks of those that were let go of."""
+    """Holdings by handle, in the order of arrival, and the blocks of those that were let go of.
+
+    ``num_retained``, ``num_retained_blocks``: what is kept for later turns and can be found; a block that several of
+    them share counts once.
+    """
 
     def __init__(self) -> None:
         self._by_handle: dict[str, list[Holding]] = {}
         self._freed: list[tuple[int, ...]] = []
+        self._retained: OrderedDict[Holding, None] = OrderedDict()
+        self._retained_pins: Counter[int] = Counter()
         self.num_holdings = 0
         self.num_held_blocks = 0
 
     def add(self, holding: Holding) -> None:
         """Keep a holding. A dropped one is kept without being findable."""
-        if not holding.is_dropped:
+        if holding.why_dropped is None:
             self._by_handle.setdefault(holding.handle, []).append(holding)
+            if holding.is_evictable:
+                self._retained[holding] = None
+                self._retained_pins.update(holding.block_ids)
         self.num_holdings += 1
         self.num_held_blocks += len(holding.block_ids)
 
@@ -91,6 +139,33 @@ class Shelf:
         siblings.remove(holding)
         if not siblings:
             del self._by_handle[holding.handle]
+        if holding in self._retained:
+            del self._retained[holding]
+            self._unpin(holding.block_ids)
+
+    def use(self, holding: Holding) -> None:
+        """Somebody reads it, or has just ceased to: of what is kept for later turns it is the last to give way."""
+        if holding in self._retained:
+            self._retained.move_to_end(holding)
+
+    def idle(self, keeping: tuple[int, ...] = ()) -> Holding | None:
+        """What is kept for later turns and read by nobody, that which was used longest ago; never that in ``keeping``."""
+        candidates = (each for each in self._retained if each.num_leases == 0 and each.block_ids != keeping)
+        return next(candidates, None)
+
+    def idle_pins(self) -> Counter[int]:
+        """Blocks of all that ``idle`` may name, and how many of these share each."""
+        return Counter(block_id for each in self._retained if each.num_leases == 0 for block_id in each.block_ids)
+
+    @property
+    def num_retained(self) -> int:
+        """See the class."""
+        return len(self._retained)
+
+    @property
+    def num_retained_blocks(self) -> int:
+        """See the class."""
+        return len(self._retained_pins)
 
     def let_go(self, holding: Holding) -> None:
         """Its blocks may go back to the pool."""
@@ -114,6 +189,12 @@ class Shelf:
     def is_empty(self) -> bool:
         """Nothing kept, and every freed block taken."""
         return not (self.num_holdings or self._freed)
+
+    def _unpin(self, block_ids: tuple[int, ...]) -> None:
+        for block_id in block_ids:
+            self._retained_pins[block_id] -= 1
+            if not self._retained_pins[block_id]:
+                del self._retained_pins[block_id]
 
 
 class Ending(Protocol):

@@ -3,7 +3,8 @@
 A *holding* is one sequence's blocks kept under a handle for a time; a handle has several when a request carried
 several prompts. A *lease* is one reader's right to read a holding; leases count references, so several readers may
 read at once. A *pin* is a lease of the engine's own writers, which no clock ends. A holding leaves in one of three
-ways: dropped by a reader or the router, expired, or reclaimed.
+ways: dropped by a reader or the router, expired, or reclaimed. What is kept for later turns (``retention.py``) is
+``is_evictable``: it can be reclaimed, its time is its own, and leases outlive that by little.
 
 Fencing, the one invariant that everything serves: **blocks do not appear in ``take_freed`` while a lease on
 them lives by this holder's clock**, and they appear there exactly once. A drop under an outstanding lease only
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.blocks import TokenChain, num_blocks_for, num_common_tokens
 from kvshuttle.errors import LocalProtocolError
-from kvshuttle.handoff.checks import check_duration, wanted_chain
-from kvshuttle.handoff.holdings import Deadlines, Holding, Lease, LedgerCounters, Shelf
+from kvshuttle.handoff.checks import acquire_refusal, check_duration, wanted_chain
+from kvshuttle.handoff.holdings import Deadlines, EndReason, Holding, Lease, LedgerCounters, Shelf
 from kvshuttle.handoff.messages import (
     Acquire,
     Acquired,
@@ -35,6 +36,7 @@ from kvshuttle.handoff.messages import (
 from kvshuttle.ids import Handle
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from kvshuttle.handoff.cards import Fingerprint
@@ -48,7 +50,7 @@ _NOTHING = TokenChain(block_size_tokens=1, num_tokens=0, links=(), tail=b"")
 
 
 class LeaseLedger:
-    """What one engine holds for others. ``mint`` makes lease ids that no other incarnation makes."""
+    """What one engine holds for others, on its ``shelf``. ``mint`` makes lease ids that no other incarnation makes."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class LeaseLedger:
         self._mint = mint
         self._max_holdings = max_holdings
         self._max_lease_s = max_lease_s
-        self._shelf = Shelf()
+        self.shelf = Shelf()
         self._leases: dict[str, Lease] = {}
         self._deadlines: Deadlines[Holding | Lease] = Deadlines()
 
@@ -78,11 +80,13 @@ class LeaseLedger:
         duration_s: float,
         now_s: float,
         is_evictable: bool = False,
+        renewal_s: float = 0.0,
     ) -> bool:
         """Keep ``block_ids`` (absolute index 0 first), whose content is ``chain``, for ``duration_s``.
 
         The ledger owns the blocks from here on: they come back through ``take_freed`` exactly once. False: the ledger
-        is full, nothing is held and the blocks come back at once. ``is_evictable``: may be reclaimed under pressure.
+        is full, nothing is held and the blocks come back at once. ``is_evictable``: kept for later turns, may be
+        reclaimed. ``renewal_s``: what each use of it adds, 0 for nothing.
         Raises ``LocalProtocolError`` when the blocks cannot hold the chain.
         """
         if chain.num_tokens == 0 or len(block_ids) < num_blocks_for(chain.num_tokens, chain.block_size_tokens):
@@ -92,10 +96,10 @@ class LeaseLedger:
         self.expire(now_s)
         if self.is_full:
             self.counters.refused_full += 1
-            self._shelf.turn_away(block_ids)
+            self.shelf.turn_away(block_ids)
             return False
-        holding = Holding(handle, block_ids, chain, now_s + duration_s, is_evictable)
-        self._shelf.add(holding)
+        holding = Holding(handle, block_ids, chain, now_s + duration_s, is_evictable, renewal_s)
+        self.shelf.add(holding)
         self._deadlines.watch(holding)
         self.counters.granted += 1
         return True
@@ -108,10 +112,10 @@ class LeaseLedger:
         wanted = wanted_chain(message)
         duration_s = min(check_duration(message.duration_s), self._max_lease_s)
         self.expire(now_s)
-        refusal = self._refusal(message)
+        refusal = acquire_refusal(message, self._incarnation, self._fingerprint)
         if refusal is not None:
             return self._deny(*refusal)
-        candidates = self._shelf.find(message.handle)
+        candidates = self.shelf.find(message.handle)
         if not candidates:
             return self._deny(DenyReason.UNKNOWN_HANDLE)
         # Of equals, the least lent: siblings of one request with equal prompts each get a holding of their own.
@@ -135,23 +139,27 @@ class LeaseLedger:
     def release(self, message: Release, *, now_s: float) -> Released:
         """End leases, and with ``drop`` what they read from, or whole handles. Unknown ids are ignored."""
         self.expire(now_s)
+        why = EndReason.RELEASED if message.drop else None
         for lease_id in message.lease_ids:
             lease = self._leases.get(lease_id)
             if lease is not None:
                 self.counters.released += 1
-                self._end_lease(lease, is_dropped=message.drop, now_s=now_s)
-        if message.drop:
-            for handle in message.handles:
-                for holding in self._shelf.find(handle):
-                    self._settle(holding, is_dropped=True, now_s=now_s)
+                self._end_lease(lease, why, now_s=now_s)
+        for handle in message.handles if message.drop else ():
+            self.drop(handle, EndReason.RELEASED, now_s=now_s)
         return Released()
+
+    def drop(self, handle: str, why: EndReason, *, now_s: float) -> None:
+        """Nobody may acquire under this handle any more; blocks that are lent stay until the last lease ends."""
+        for holding in self.shelf.find(handle):
+            self._settle(holding, why, now_s=now_s)
 
     def pin(self, handle: Handle, block_ids: tuple[int, ...]) -> LeaseId | None:
         """Lend a holding to its own engine's writers: a lease that no clock ends, only ``release``.
 
         ``block_ids``: which of the handle's holdings. None when it cannot be found any more.
         """
-        for holding in self._shelf.find(handle):
+        for holding in self.shelf.find(handle):
             if holding.block_ids == block_ids:
                 return self._lease(holding, math.inf).lease_id
         return None
@@ -160,48 +168,50 @@ class LeaseLedger:
         """Keep blocks that nobody may acquire, until the returned lease is released. The ledger owns them, as in
         ``hold``: what a request leaves behind that ended while its blocks were still being written from.
         """
-        holding = Holding(Handle(""), block_ids, _NOTHING, 0.0, is_evictable=False, is_dropped=True)
-        self._shelf.add(holding)
+        holding = Holding(Handle(""), block_ids, _NOTHING, 0.0, is_evictable=False, why_dropped=EndReason.RELEASED)
+        self.shelf.add(holding)
         self.counters.kept += 1
         return self._lease(holding, math.inf).lease_id
 
     def is_findable(self, handle: Handle, block_ids: tuple[int, ...]) -> bool:
         """Whether ``pin`` would find this holding."""
-        return any(holding.block_ids == block_ids for holding in self._shelf.find(handle))
+        return any(holding.block_ids == block_ids for holding in self.shelf.find(handle))
+
+    def prolong(self, handle: str, duration_s: float, *, now_s: float) -> float:
+        """Extend what is kept for later turns. Returns the seconds that remain, negative when there is nothing."""
+        self.expire(now_s)
+        kept = [holding for holding in self.shelf.find(handle) if holding.is_evictable]
+        for holding in kept:
+            holding.ends_at_s = max(holding.ends_at_s, now_s + duration_s)
+        return min((holding.ends_at_s - now_s for holding in kept), default=_GONE_S)
 
     def expire(self, now_s: float) -> None:
         """Let go of every lease and idle holding that has ended by ``now_s``."""
         while (subject := self._deadlines.pop_ended(now_s)) is not None:
             if isinstance(subject, Lease):
                 self.counters.lease_expired += 1
-                self._end_lease(subject, is_dropped=False, now_s=now_s)
+                self._end_lease(subject, None, now_s=now_s)
             else:
-                self._settle(subject, is_dropped=False, now_s=now_s)
+                self._settle(subject, None, now_s=now_s)
 
-    def reclaim(self, num_blocks: int, *, now_s: float) -> int:
-        """Under memory pressure, let go of idle evictable holdings, oldest first, until ``num_blocks`` are let go.
+    def reclaim(self, why: EndReason, *, now_s: float, keeping: tuple[int, ...] = ()) -> bool:
+        """Let go of the idle evictable holding that was used longest ago; never of that of ``keeping``, its blocks.
 
-        Returns the number of blocks let go, which may be less than asked for.
+        False when there is none. A holding that is lent is not idle.
         """
         self.expire(now_s)
-        num_reclaimed = 0
-        for holding in self._shelf.findable():
-            if num_reclaimed >= num_blocks:
-                break
-            if holding.is_evictable and holding.num_leases == 0:
-                self._shelf.hide(holding)
-                self._shelf.let_go(holding)
-                self.counters.holding_reclaimed += 1
-                num_reclaimed += len(holding.block_ids)
-        return num_reclaimed
+        holding = self.shelf.idle(keeping)
+        if holding is not None:
+            self._settle(holding, why, now_s=now_s)
+        return holding is not None
 
     def take_freed(self) -> list[tuple[int, ...]]:
         """Block ids, a tuple per holding, that may go back to the pool now; each exactly once."""
-        return self._shelf.take_freed()
+        return self.shelf.take_freed()
 
     def handles(self) -> tuple[Handle, ...]:
         """Handles under which something can be acquired."""
-        return tuple(dict.fromkeys(holding.handle for holding in self._shelf.findable()))
+        return tuple(dict.fromkeys(holding.handle for holding in self.shelf.findable()))
 
     def next_deadline_at_s(self) -> float | None:
         """When ``expire`` next has something to look at; None when nothing is held."""
@@ -210,17 +220,17 @@ class LeaseLedger:
     @property
     def num_holdings(self) -> int:
         """Holdings whose blocks are kept, findable or not."""
-        return self._shelf.num_holdings
+        return self.shelf.num_holdings
 
     @property
     def is_full(self) -> bool:
         """Whether ``hold`` would refuse."""
-        return self._shelf.num_holdings >= self._max_holdings
+        return self.shelf.num_holdings >= self._max_holdings
 
     @property
     def num_held_blocks(self) -> int:
         """Blocks kept; one that two holdings share counts twice, as it is pinned twice."""
-        return self._shelf.num_held_blocks
+        return self.shelf.num_held_blocks
 
     @property
     def num_leases(self) -> int:
@@ -230,31 +240,23 @@ class LeaseLedger:
     @property
     def is_drained(self) -> bool:
         """Nothing held, nothing lent, and every freed block taken."""
-        return self._shelf.is_empty and not self._leases
+        return self.shelf.is_empty and not self._leases
 
     def __repr__(self) -> str:
         holdings, leases, held_blocks = self.num_holdings, len(self._leases), self.num_held_blocks
         return f"<LeaseLedger {holdings=} {leases=} {held_blocks=}>"
-
-    def _refusal(self, message: Acquire) -> tuple[DenyReason, str] | None:
-        if message.incarnation and message.incarnation != self._incarnation:
-            return DenyReason.OTHER_INCARNATION, f"this is {self._incarnation}"
-        differences = self._fingerprint.differences(message.fingerprint)
-        if differences:
-            return DenyReason.INCOMPATIBLE, "; ".join(differences)
-        return None
 
     def _deny(self, reason: DenyReason, detail: str = "") -> Denied:
         self.counters.denied[reason] += 1
         return Denied(reason, detail)
 
     def _lend(self, holding: Holding, num_tokens: int, duration_s: float, now_s: float) -> Acquired:
-        lease = self._lease(holding, now_s + duration_s)
-        lease.extend(lease.ends_at_s)
+        lease = self._lease(holding, now_s)
+        lease.extend(now_s, duration_s)
         self._deadlines.watch(lease)
         self.counters.acquired += 1
-        num_blocks = num_blocks_for(num_tokens, holding.chain.block_size_tokens)
-        return Acquired(lease.lease_id, self._incarnation, num_tokens, holding.block_ids[:num_blocks], duration_s)
+        block_ids = holding.block_ids[: num_blocks_for(num_tokens, holding.chain.block_size_tokens)]
+        return Acquired(lease.lease_id, self._incarnation, num_tokens, block_ids, lease.ends_at_s - now_s)
 
     def _lease(self, holding: Holding, ends_at_s: float) -> Lease:
         lease = Lease(self._mint(), holding, ends_at_s)
@@ -262,6 +264,7 @@ class LeaseLedger:
             raise LocalProtocolError(f"lease id {lease.lease_id!r} was minted twice")
         self._leases[lease.lease_id] = lease
         holding.num_leases += 1
+        self.shelf.use(holding)
         return lease
 
     def _renew_one(self, lease_id: str, duration_s: float, now_s: float) -> float:
@@ -269,27 +272,26 @@ class LeaseLedger:
         if lease is None:
             self.counters.renew_refused += 1
             return _GONE_S
-        lease.extend(now_s + duration_s)
+        lease.extend(now_s, duration_s)
         self.counters.renewed += 1
         return lease.ends_at_s - now_s
 
-    def _end_lease(self, lease: Lease, *, is_dropped: bool, now_s: float) -> None:
+    def _end_lease(self, lease: Lease, why_dropped: EndReason | None, *, now_s: float) -> None:
         del self._leases[lease.lease_id]
         lease.is_over = True
         lease.holding.num_leases -= 1
-        self._settle(lease.holding, is_dropped=is_dropped, now_s=now_s)
+        self.shelf.use(lease.holding)
+        self._settle(lease.holding, why_dropped, now_s=now_s)
 
-    def _settle(self, holding: Holding, *, is_dropped: bool, now_s: float) -> None:
-        """Make a dropped holding unfindable; let go of its blocks when it has ended and nobody reads it."""
-        if is_dropped and not holding.is_dropped:
-            holding.is_dropped = True
-            self._shelf.hide(holding)
-        if holding.num_leases:
-            return
-        if holding.is_dropped:
-            self.counters.holding_dropped += 1
-            self._shelf.let_go(holding)
-        elif holding.ends_at_s <= now_s:
-            self.counters.holding_expired += 1
-            self._shelf.hide(holding)
-            self._shelf.let_go(holding)
+    def _settle(self, holding: Holding, why: EndReason | None, *, now_s: float) -> None:
+        """Make a holding unfindable that has ended or is dropped; let go of its blocks when nobody reads it."""
+        if why is None and holding.ends_at_s <= now_s:
+            why = EndReason.EXPIRED
+        if why is not None and holding.why_dropped is None:
+            holding.why_dropped = why
+            self.shelf.hide(holding)
+            if holding.is_evictable:
+                self.counters.retained_ended[why] += 1
+        if holding.num_leases == 0 and holding.why_dropped is not None:
+            self.counters.holding_ended[holding.why_dropped] += 1
+            self.shelf.let_go(holding)

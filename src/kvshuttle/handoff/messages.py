@@ -113,16 +113,21 @@ class Denied(msgspec.Struct, frozen=True, tag="denied"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Extend these leases by ``duration_s`` from now."""
+    """A reader extends its leases, or the router what is kept under handles for a later turn, by ``duration_s`` from now.
+
+    Handles of hand-offs are not extended: those live by their leases.
+    """
 
     lease_ids: tuple[str, ...]
     duration_s: float
+    handles: tuple[str, ...] = ()
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    """Remaining seconds per lease asked for, in order; a negative number says the lease is gone."""
+    """Remaining seconds per lease and per handle asked for, in order; a negative number says that it is gone."""
 
     remaining_s: tuple[float, ...]
+    handles_remaining_s: tuple[float, ...] = ()
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -212,7 +217,10 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
-    """Load and holdings of an engine, as of its last step."""
+    """Load and holdings of an engine, as of its last step.
+
+    ``num_retained_*``: what is kept for later turns; it is among what is held, and gives way to any request.
+    """
 
     engine_id: str
     incarnation: str
@@ -223,6 +231,8 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     num_held_blocks: int
     num_holdings: int
     num_leases: int
+    num_retained_blocks: int = 0
+    num_retained_handles: int = 0
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy"):

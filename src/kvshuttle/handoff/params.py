@@ -8,9 +8,12 @@ with the offending field in the text, and the caller treats a bad object as "no 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KEY = "kvshuttle"
 """Our object sits under this key, so that foreign routers' params are never mistaken for ours."""
@@ -34,11 +37,29 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: str
 
 
+class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When the answer is done, keep the KV of prompt and answer under ``handle``, for the next turn to read.
+
+    ``supersedes``: an earlier handle, let go of as soon as this one is held, and not before.
+    """
+
+    handle: str
+    supersedes: str | None = None
+
+
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV of a beginning of this prompt is kept under ``handle`` at ``source``; as much of it as matches is used."""
+
+    handle: str
+    source: Peer
+
+
 class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill", tag_field="leg", forbid_unknown_fields=True):
-    """To the prefill engine: compute, and hold the KV under ``transfer_id``."""
+    """To the prefill engine: get what ``history`` has, compute the rest, and hold the KV under ``transfer_id``."""
 
     transfer_id: str
     mode: Mode = Mode.PULL
+    history: History | None = None
 
 
 class DecodeLeg(msgspec.Struct, frozen=True, tag="decode", tag_field="leg", forbid_unknown_fields=True):
@@ -47,19 +68,31 @@ class DecodeLeg(msgspec.Struct, frozen=True, tag="decode", tag_field="leg", forb
     transfer_id: str
     source: Peer
     mode: Mode = Mode.PULL
+    keep: Keep | None = None
+
+
+class LocalLeg(msgspec.Struct, frozen=True, tag="local", tag_field="leg", forbid_unknown_fields=True):
+    """To an engine that serves the request alone: get what ``history`` has, compute the rest, answer, and keep."""
+
+    history: History | None = None
+    keep: Keep | None = None
 
 
 class PrefillResult(msgspec.Struct, frozen=True, tag="prefilled", tag_field="leg"):
-    """From the prefill engine, in its response: so many tokens are held for so long."""
+    """From the prefill engine, in its response: so many tokens are held for so long.
+
+    ``num_cached_tokens``: how many of them it did not compute for this request, but had or read.
+    """
 
     transfer_id: str
     num_tokens: int
     lease_s: float
+    num_cached_tokens: int = 0
 
 
-Leg = PrefillLeg | DecodeLeg
+Leg = PrefillLeg | DecodeLeg | LocalLeg
 
-_MAX_ID_LEN = 128
+_MAX_LEN = 128
 
 
 def parse_leg(params: object) -> Leg | None:
@@ -73,17 +106,25 @@ def parse_leg(params: object) -> Leg | None:
         leg: Leg = msgspec.convert(params[KEY], type=Leg)
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_transfer_params.{KEY}: {error}") from error
-    if not 0 < len(leg.transfer_id) <= _MAX_ID_LEN:
-        raise ValueError(
-            f"kv_transfer_params.{KEY}.transfer_id: 1 to {_MAX_ID_LEN} characters, got {len(leg.transfer_id)}"
-        )
+    for field, name in _names_in(leg):
+        if not 0 < len(name) <= _MAX_LEN:
+            raise ValueError(f"kv_transfer_params.{KEY}.{field}: 1 to {_MAX_LEN} characters, got {len(name)}")
     return leg
 
 
+def keep_of(leg: Leg | None) -> Keep | None:
+    """What is to be kept when the request of ``leg`` is done."""
+    return leg.keep if isinstance(leg, DecodeLeg | LocalLeg) else None
+
+
+def history_of(leg: Leg | None) -> History | None:
+    """Where the request of ``leg`` may get a part of its prompt."""
+    return leg.history if isinstance(leg, PrefillLeg | LocalLeg) else None
+
+
 def to_params(leg: Leg | PrefillResult) -> dict[str, Any]:
-    """The JSON-able ``kv_transfer_params`` that carries ``leg``."""
-    params: dict[str, Any] = {KEY: msgspec.to_builtins(leg)}
-    return params
+    """The JSON-able ``kv_transfer_params`` that carries ``leg``; what it does not say is left out."""
+    return {KEY: _without_none(msgspec.to_builtins(leg))}
 
 
 def parse_result(params: object) -> PrefillResult | None:
@@ -94,3 +135,20 @@ def parse_result(params: object) -> PrefillResult | None:
         return msgspec.convert(params[KEY], type=PrefillResult)
     except msgspec.ValidationError:
         return None
+
+
+def _names_in(leg: Leg) -> Iterator[tuple[str, str]]:
+    if isinstance(leg, PrefillLeg | DecodeLeg):
+        yield "transfer_id", leg.transfer_id
+    if (keep := keep_of(leg)) is not None:
+        yield "keep.handle", keep.handle
+        if keep.supersedes is not None:
+            yield "keep.supersedes", keep.supersedes
+    if (history := history_of(leg)) is not None:
+        yield "history.handle", history.handle
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return value
