@@ -11,7 +11,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvshuttle.handoff import Offer, Renew, Renewed, State
+from kvshuttle.handoff import EndReason, Offer, Renew, Renewed, State
 from kvshuttle.ids import Handle
 from support.handoff_values import BLOCK_SIZE_TOKENS, LIMITS
 from support.holder_engine import Clock
@@ -92,7 +92,8 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 4))
     def the_holder_needs_memory(self, num_blocks: int) -> None:
-        self.pair.holder.ledger.reclaim(num_blocks, now_s=self.pair.holder_now_s)
+        while num_blocks > 0 and self.pair.holder.ledger.reclaim(EndReason.PRESSURE, now_s=self.pair.holder_now_s):
+            num_blocks -= 1
         self.pair.collect()
 
     @rule(handle=HANDLES)

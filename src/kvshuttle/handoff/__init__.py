@@ -1,7 +1,8 @@
 """The hand-off protocol, sans-IO: what may be wrong about order, loss, duplication and expiry lives here.
 
 Pull: ``LeaseLedger`` is the holder's side, ``Fetch`` the reader's. Push: ``PushSource`` and, in each worker,
-``PushWriter`` are the holder's, ``Intake`` and ``Inboxes`` the reader's. ``messages`` is what passes between engines,
+``PushWriter`` are the holder's, ``Intake`` and ``Inboxes`` the reader's. Sent back: ``Retention`` keeps what ``Fetch``
+reads for a later turn. ``messages`` is what passes between engines,
 ``params`` what the router tells them. Machines take facts and the time, and return actions; a driver does these.
 No sockets, threads, clock, randomness or engine in here. The states and timers are drawn in ``docs/protocol.md``.
 """
@@ -40,7 +41,7 @@ from kvshuttle.handoff.fetch_protocol import (
     StartRead,
 )
 from kvshuttle.handoff.fetch_states import TRANSITIONS, State, Trigger
-from kvshuttle.handoff.holdings import LedgerCounters
+from kvshuttle.handoff.holdings import EndReason, LedgerCounters
 from kvshuttle.handoff.inbox import (
     EARLY_LIFE_S,
     INBOX_TRANSITIONS,
@@ -117,7 +118,10 @@ from kvshuttle.handoff.outbox_states import OUTBOX_TRANSITIONS, OutboxState, Out
 from kvshuttle.handoff.params import (
     KEY,
     DecodeLeg,
+    History,
+    Keep,
     Leg,
+    LocalLeg,
     Mode,
     Peer,
     PrefillLeg,
@@ -136,6 +140,7 @@ from kvshuttle.handoff.registrations import (
     RegistrationState,
     RegistrationTrigger,
 )
+from kvshuttle.handoff.retention import KeepOutcome, Retention
 from kvshuttle.handoff.wire import MessageCodec
 
 __all__ = [
@@ -171,6 +176,7 @@ __all__ = [
     "DecodeLeg",
     "Denied",
     "DenyReason",
+    "EndReason",
     "Ending",
     "EngineCard",
     "ExpectPush",
@@ -183,6 +189,7 @@ __all__ = [
     "Fingerprint",
     "Hello",
     "HelloAck",
+    "History",
     "Inbox",
     "InboxEvent",
     "InboxState",
@@ -193,11 +200,14 @@ __all__ = [
     "IntakeFact",
     "IntakeState",
     "IntakeTrigger",
+    "Keep",
+    "KeepOutcome",
     "LeaseLedger",
     "LedgerCounters",
     "Leg",
     "LiftQuarantine",
     "LoadAdmitted",
+    "LocalLeg",
     "Message",
     "MessageCodec",
     "Mode",
@@ -250,6 +260,7 @@ __all__ = [
     "Renewed",
     "RequestEnded",
     "Restarted",
+    "Retention",
     "SendAcquire",
     "SendProceed",
     "SendRegister",

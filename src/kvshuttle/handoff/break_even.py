@@ -45,7 +45,9 @@ def break_even_tokens(*, compute_per_token_s: float, read: LinearCost) -> int:
     if gain_per_token_s <= 0:
         return MAX_THRESHOLD_TOKENS
     num_tokens = read.fixed_s / gain_per_token_s
-    return MAX_THRESHOLD_TOKENS if num_tokens >= MAX_THRESHOLD_TOKENS else max(math.ceil(num_tokens), MIN_THRESHOLD_TOKENS)
+    return (
+        MAX_THRESHOLD_TOKENS if num_tokens >= MAX_THRESHOLD_TOKENS else max(math.ceil(num_tokens), MIN_THRESHOLD_TOKENS)
+    )
 
 
 class CostEstimate:

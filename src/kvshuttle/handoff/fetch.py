@@ -66,9 +66,8 @@ _LOST_WHILE_OFFERED = (Outcome.LEASE_LOST, Outcome.WAITED_TOO_LONG)
 
 
 class Fetch:
-    """One request's way to the KV that ``source`` holds under ``handle``. ``wanted``: the chain of its whole prompt.
-
-    ``is_read_once``: nobody needs the holding after this, as in a hand-off; else it is left for other readers.
+    """One request's way to what ``source`` holds under ``handle``, which others need too unless ``is_read_once``.
+    ``wanted``: the chain of its whole prompt.
     """
 
     def __init__(
@@ -125,21 +124,22 @@ class Fetch:
         """
         match fact:
             case AcquireAnswered():
-                return self._on_acquire_answered(fact.answer)
+                actions = self._on_acquire_answered(fact.answer)
             case PeerFailed():
-                return self._on_peer_failed(fact)
+                actions = self._on_peer_failed(fact)
             case RenewAnswered():
-                return self._on_renewed(fact)
+                actions = self._on_renewed(fact)
             case LoadAdmitted():
-                return self._on_load_admitted(fact, now_s)
+                actions = self._on_load_admitted(fact, now_s)
             case NothingToRead():
-                return self._on_nothing_to_read(fact)
+                actions = self._on_nothing_to_read(fact)
             case ReadEnded():
-                return self._on_read_ended(fact, now_s)
+                actions = self._on_read_ended(fact, now_s)
             case RequestEnded():
-                return self._on_request_ended()
+                actions = self._on_request_ended()
             case _:
                 assert_never(fact)
+        return actions
 
     def tick(self, now_s: float) -> tuple[Action, ...]:
         """Let deadlines pass: time out the acquire, renew the lease or notice its end."""

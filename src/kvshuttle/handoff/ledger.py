@@ -36,7 +36,6 @@ from kvshuttle.handoff.messages import (
 from kvshuttle.ids import Handle
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable
 
     from kvshuttle.handoff.cards import Fingerprint

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvshuttle.errors import LocalProtocolError, RemoteProtocolError
-from kvshuttle.handoff import Acquired, Denied, DenyReason, LeaseLedger, Release, Renew
+from kvshuttle.handoff import Acquired, Denied, DenyReason, EndReason, LeaseLedger, Release, Renew
 from kvshuttle.ids import Handle, LeaseId
 from support.handoff_values import FINGERPRINT, HANDLE, acquire, chain_of, ledger
 from support.pair import HandoffPair
@@ -44,7 +44,8 @@ def test_a_hand_off_is_lent_read_and_released_through_the_pair() -> None:
     pair.collect()
     assert pair.holder.pool.num_free == pair.holder.pool.num_blocks
     counters = pair.holder.ledger.counters
-    assert (counters.granted, counters.acquired, counters.released, counters.holding_dropped) == (1, 1, 1, 1)
+    assert (counters.granted, counters.acquired, counters.released) == (1, 1, 1)
+    assert counters.holding_ended == {EndReason.RELEASED: 1}
 
 
 def test_what_is_lent_is_the_verified_prefix_by_absolute_index() -> None:
@@ -236,7 +237,7 @@ def test_an_unread_holding_expires_at_its_end_and_not_before() -> None:
     assert made.take_freed() == []
     made.expire(10.0)
     assert made.take_freed() == [BLOCKS]
-    assert made.counters.holding_expired == 1
+    assert made.counters.holding_ended == {EndReason.EXPIRED: 1}
     assert made.next_deadline_at_s() is None
 
 
@@ -248,7 +249,8 @@ def test_a_lease_extends_the_life_of_its_holding() -> None:
     assert made.next_deadline_at_s() == 39.0
     made.expire(39.0)
     assert made.take_freed() == [BLOCKS]
-    assert (made.counters.lease_expired, made.counters.holding_expired) == (1, 1)
+    assert made.counters.lease_expired == 1
+    assert made.counters.holding_ended == {EndReason.EXPIRED: 1}
     assert made.renew(Renew((lease_id,), 30.0), now_s=39.0).remaining_s[0] < 0
 
 
@@ -313,12 +315,13 @@ def test_memory_pressure_takes_idle_evictable_holdings_oldest_first_and_nothing_
             is_evictable=True,
         )
     assert isinstance(made.acquire(acquire((0,), handle="kept-0"), now_s=3.0), Acquired)
-    assert made.reclaim(1, now_s=3.0) == 1
+    assert made.reclaim(EndReason.PRESSURE, now_s=3.0)
     assert made.take_freed() == [(11,)]
-    assert made.reclaim(9, now_s=3.0) == 1
+    assert made.reclaim(EndReason.PRESSURE, now_s=3.0)
     assert made.take_freed() == [(12,)]
-    assert made.reclaim(9, now_s=3.0) == 0
-    assert (made.num_holdings, made.counters.holding_reclaimed) == (2, 2)
+    assert not made.reclaim(EndReason.PRESSURE, now_s=3.0)
+    assert made.num_holdings == 2
+    assert made.counters.retained_ended == {EndReason.PRESSURE: 2}
 
 
 @pytest.mark.parametrize("ending", ["drop", "expire", "router", "restart of the reader"])
