@@ -44,10 +44,8 @@ def break_even_tokens(*, compute_per_token_s: float, read: LinearCost) -> int:
     gain_per_token_s = compute_per_token_s - read.per_token_s
     if gain_per_token_s <= 0:
         return MAX_THRESHOLD_TOKENS
-    num_tokens = read.fixed_s / gain_per_token_s
-    return (
-        MAX_THRESHOLD_TOKENS if num_tokens >= MAX_THRESHOLD_TOKENS else max(math.ceil(num_tokens), MIN_THRESHOLD_TOKENS)
-    )
+    num_tokens = min(read.fixed_s / gain_per_token_s, MAX_THRESHOLD_TOKENS)
+    return max(math.ceil(num_tokens), MIN_THRESHOLD_TOKENS)
 
 
 class CostEstimate:

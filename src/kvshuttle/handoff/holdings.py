@@ -149,7 +149,7 @@ class Shelf:
             self._retained.move_to_end(holding)
 
     def idle(self, keeping: tuple[int, ...] = ()) -> Holding | None:
-        """What is kept for later turns and read by nobody, that which was used longest ago; never that in ``keeping``."""
+        """What is kept for later turns, is read by nobody and was used longest ago; not that in ``keeping``."""
         candidates = (each for each in self._retained if each.num_leases == 0 and each.block_ids != keeping)
         return next(candidates, None)
 

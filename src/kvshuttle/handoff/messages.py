@@ -113,7 +113,7 @@ class Denied(msgspec.Struct, frozen=True, tag="denied"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """A reader extends its leases, or the router what is kept under handles for a later turn, by ``duration_s`` from now.
+    """Extend these leases, and what is kept under these handles for later turns, by ``duration_s`` from now.
 
     Handles of hand-offs are not extended: those live by their leases.
     """
@@ -231,8 +231,15 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     num_held_blocks: int
     num_holdings: int
     num_leases: int
+<<<<<<< HEAD
     num_retained_blocks: int = 0
     num_retained_handles: int = 0
+=======
+    num_loading: int = 0
+    """Waiting requests that have their blocks already, and wait for KV to arrive in them."""
+    num_slots: int = 0
+    """Requests that the engine may run at a time; 0 when it does not say."""
+>>>>>>> rmodes
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy"):

@@ -64,9 +64,9 @@ class Retention:
         return f"<Retention handles={self.num_handles} blocks={self.num_blocks} of {self.max_blocks}>"
 
     def keep(self, wish: Keep, *, block_ids: tuple[int, ...], chain: TokenChain, now_s: float) -> bool:
-        """Keep ``block_ids``, whose content is ``chain``. True: the ledger owns them from here on, as after its ``hold``.
+        """Keep ``block_ids``, whose content is ``chain``; others give way to it where the budget asks for that.
 
-        Others give way to it where the budget asks for that.
+        True: the ledger owns them from here on, as after its ``hold``.
         """
         outcome = self._outcome(wish, len(block_ids))
         self.outcomes[outcome] += 1
