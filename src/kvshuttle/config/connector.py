@@ -14,7 +14,8 @@ from kvshuttle.errors import ConfigError
 class ConnectorConfig:
     """Knobs of ``kv_connector_extra_config``; ``from_extra_config`` refuses unknown keys and bad values.
 
-    Defaults: the lease of 30 s is vLLM's own (``kv_lease_duration``). An acquire takes about a millisecond, so 2 s
+    Defaults: the lease of 30 s is vLLM's own (``kv_lease_duration``), as are ``kv_recompute_threshold`` and
+    ``decoder_kv_blocks_ttl``, name and figure. An acquire takes about a millisecond, so 2 s
     means that the holder is gone. Reading 32k tokens of a 70B model moves some 10 GB, about a second on a link of
     100 Gb/s.
     """
@@ -48,7 +49,20 @@ class ConnectorConfig:
     submit_margin_s: float = 1.0
     """No read starts or counts later than this before the lease ends."""
     recompute_threshold_tokens: int = 0
-    """Fewest missing tokens worth a read; below it they are computed locally."""
+    """Hand-off: fewest missing tokens worth a read; below it they are computed locally."""
+    kv_recompute_threshold: int | str = 64
+    """Reuse of an earlier turn: fewest missing tokens worth a read, or ``auto`` for what measurements say."""
+    decoder_kv_blocks_ttl: float = 480.0
+    """Seconds for which the KV of an answered request is kept for its next turn."""
+    is_retention_renewed_on_use: bool = False
+    """Start that time again with each read."""
+    retention_max_blocks: int = 0
+    """Most blocks kept for later turns; those used longest ago give way. 0 for no limit but the next one."""
+    retention_max_fraction: float = 0.9
+    """The same as a fraction of the pool; 0 to keep nothing."""
+    is_disconnect_retained: bool = False
+    """Keep also what a client left in the middle. With stop strings it is kept in any case: vLLM ends such a request
+    in the same way when it has found one."""
 
     def __post_init__(self) -> None:
         for name in (knob.name for knob in fields(self) if knob.name.endswith("_s")):
@@ -67,6 +81,24 @@ class ConnectorConfig:
         if not is_int(self.recompute_threshold_tokens) or self.recompute_threshold_tokens < 0:
             raise ConfigError(f"recompute_threshold_tokens: 0 or more, got {self.recompute_threshold_tokens!r}")
         self._validate_nixl()
+        self._validate_retention()
+
+    def _validate_retention(self) -> None:
+        threshold = self.kv_recompute_threshold
+        if threshold != "auto" and (not is_int(threshold) or int(threshold) < 0):
+            raise ConfigError(f'kv_recompute_threshold: a number of tokens, or "auto", got {threshold!r}')
+        if not is_duration(self.decoder_kv_blocks_ttl):
+            raise ConfigError(
+                f"decoder_kv_blocks_ttl: a number of seconds above 0, got {self.decoder_kv_blocks_ttl!r}"
+            )
+        if not is_int(self.retention_max_blocks) or self.retention_max_blocks < 0:
+            raise ConfigError(f"retention_max_blocks: 0 or more, got {self.retention_max_blocks!r}")
+        fraction = self.retention_max_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ConfigError(f"retention_max_fraction: 0 to 1, got {fraction!r}")
+        for name in ("is_retention_renewed_on_use", "is_disconnect_retained"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: true or false, got {getattr(self, name)!r}")
 
     def _validate_nixl(self) -> None:
         names = self.nixl_backends

@@ -217,10 +217,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
-    """Load and holdings of an engine, as of its last step.
-
-    ``num_retained_*``: what is kept for later turns; it is among what is held, and gives way to any request.
-    """
+    """Load and holdings of an engine, as of its last step. Free is what the next allocation can have."""
 
     engine_id: str
     incarnation: str
@@ -231,15 +228,13 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     num_held_blocks: int
     num_holdings: int
     num_leases: int
-<<<<<<< HEAD
-    num_retained_blocks: int = 0
-    num_retained_handles: int = 0
-=======
     num_loading: int = 0
     """Waiting requests that have their blocks already, and wait for KV to arrive in them."""
     num_slots: int = 0
     """Requests that the engine may run at a time; 0 when it does not say."""
->>>>>>> rmodes
+    num_retained_blocks: int = 0
+    """Kept for later turns: held, and yet free for any request, since what nobody reads gives way."""
+    num_retained_handles: int = 0
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy"):
