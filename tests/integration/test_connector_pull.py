@@ -74,7 +74,7 @@ def test_a_local_prefix_hit_shortens_the_read(make_pair):
     pair.prefill("x-2", longer)
     pair.finish(pair.decode("x-2", longer))
     assert read(pair) == len(WHOLE_BLOCKS) + len(PROMPT)
-    assert pair.sink.count("local_hit_tokens") == len(WHOLE_BLOCKS)
+    assert pair.sink.count("local_hit_tokens", "decode") == len(WHOLE_BLOCKS)
     pair.assert_drained()
 
 

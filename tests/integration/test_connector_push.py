@@ -120,7 +120,7 @@ def test_a_local_prefix_hit_is_not_written_again(make_pair):
     longer = [*WHOLE_BLOCKS, *PROMPT]
     pair.finish(pair.push("x-2", longer))
     assert pushed(pair) == len(WHOLE_BLOCKS) + len(PROMPT)
-    assert pair.sink.count("local_hit_tokens") == len(WHOLE_BLOCKS)
+    assert pair.sink.count("local_hit_tokens", "decode") == len(WHOLE_BLOCKS)
     pair.assert_drained()
 
 

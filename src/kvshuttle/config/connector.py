@@ -88,9 +88,7 @@ class ConnectorConfig:
         if threshold != "auto" and (not is_int(threshold) or int(threshold) < 0):
             raise ConfigError(f'kv_recompute_threshold: a number of tokens, or "auto", got {threshold!r}')
         if not is_duration(self.decoder_kv_blocks_ttl):
-            raise ConfigError(
-                f"decoder_kv_blocks_ttl: a number of seconds above 0, got {self.decoder_kv_blocks_ttl!r}"
-            )
+            raise ConfigError(f"decoder_kv_blocks_ttl: a number of seconds above 0, got {self.decoder_kv_blocks_ttl!r}")
         if not is_int(self.retention_max_blocks) or self.retention_max_blocks < 0:
             raise ConfigError(f"retention_max_blocks: 0 or more, got {self.retention_max_blocks!r}")
         fraction = self.retention_max_fraction

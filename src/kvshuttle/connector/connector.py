@@ -111,7 +111,9 @@ class ShuttleConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """0.30 and later."""
         self._kv_cache_manager = kv_cache_manager
-        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+        if self._scheduler is not None:
+            num_watermark_blocks = vllm_compat.num_watermark_blocks(kv_cache_manager)
+            self._scheduler.bind_pool(kv_cache_manager.block_pool, num_watermark_blocks)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Up to 0.29, where vLLM calls it directly."""

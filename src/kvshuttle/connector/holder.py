@@ -32,16 +32,28 @@ class Holder:
         self.ledger = ledger
         self._lease_s = lease_s
         self._pool: BlockPool | None = None
+        self.num_watermark_blocks = 0
         self._let_go: list[tuple[int, ...]] = []
         self._quarantine: dict[str, list[tuple[int, ...]]] = {}
         self._quarantine_soon: dict[str, tuple[int, ...]] = {}
 
-    def bind_pool(self, pool: BlockPool) -> None:
-        """Learn the engine's block pool."""
-        self._pool = pool
+    @property
+    def pool(self) -> BlockPool | None:
+        """The engine's block pool, once it is known."""
+        return self._pool
 
-    def hold(self, leg: PrefillLeg, *, chain: TokenChain, block_ids: list[int], now_s: float) -> dict[str, Any] | None:
-        """Pin the blocks of a computed prompt; the response's ``kv_transfer_params``, or None when nothing is held."""
+    def bind_pool(self, pool: BlockPool, num_watermark_blocks: int = 0) -> None:
+        """Learn the engine's block pool, and how much of it vLLM leaves free when it admits a request."""
+        self._pool = pool
+        self.num_watermark_blocks = num_watermark_blocks
+
+    def hold(
+        self, leg: PrefillLeg, *, chain: TokenChain, block_ids: list[int], now_s: float, num_cached_tokens: int = 0
+    ) -> dict[str, Any] | None:
+        """Pin the blocks of a computed prompt; the response's ``kv_transfer_params``, or None when nothing is held.
+
+        ``num_cached_tokens``: for the response.
+        """
         num_blocks = num_blocks_for(chain.num_tokens, chain.block_size_tokens)
         if self._pool is None or chain.num_tokens == 0 or len(block_ids) < num_blocks:
             logger.warning(
@@ -57,7 +69,7 @@ class Holder:
         if not is_held:
             logger.warning("kvshuttle: %s not held: the ledger is full", leg.transfer_id)
             return None
-        return to_params(PrefillResult(transfer_id=leg.transfer_id, num_tokens=chain.num_tokens, lease_s=self._lease_s))
+        return to_params(PrefillResult(leg.transfer_id, chain.num_tokens, self._lease_s, num_cached_tokens))
 
     def adopt(self, block_ids: tuple[int, ...]) -> None:
         """Pin blocks that the ledger has taken in some other way than ``hold``."""
@@ -86,11 +98,15 @@ class Holder:
             vllm_compat.unpin(self._pool, block_ids)
         return sum(len(block_ids) for block_ids in let_go)
 
-    def num_returnable_blocks(self) -> int:
-        """Blocks that become free at the engine's next hook: the next allocation can have them."""
+    def num_returnable_blocks(self, idle_pins: Counter[int] | None = None) -> int:
+        """Blocks that are not free and that the next allocation can have: they become so at the engine's next hook.
+
+        ``idle_pins``: blocks that are kept only until something needs them, and how often.
+        """
         if self._pool is None:
             return 0
-        pins = Counter(block_id for block_ids in self._let_go for block_id in block_ids)
+        pins = Counter(idle_pins)
+        pins.update(block_id for block_ids in self._let_go for block_id in block_ids)
         return sum(self._pool.blocks[block_id].ref_cnt <= num_pins for block_id, num_pins in pins.items())
 
     def quarantine(self, request_id: str, block_ids: tuple[int, ...]) -> None:

@@ -100,8 +100,13 @@ class Pusher:
             self._publish(push, requests[request_id], num_tokens, step)
         step.sources_over += self._source.take_sources_over()
 
-    def finish(self, request: Request, block_ids: list[int], *, lease_s: float) -> dict[str, Any] | None:
-        """The request ended, in whatever way; the response's ``kv_transfer_params`` when its KV is held."""
+    def finish(
+        self, request: Request, block_ids: list[int], *, lease_s: float, num_cached_tokens: int = 0
+    ) -> dict[str, Any] | None:
+        """The request ended, in whatever way; the response's ``kv_transfer_params`` when its KV is held.
+
+        ``num_cached_tokens``: for the response.
+        """
         request_id = request.request_id
         push = self._pushes.pop(request_id)
         self._tables.forget(request_id)
@@ -116,7 +121,7 @@ class Pusher:
         self._flush()
         if not ending.is_held:
             return None
-        return to_params(PrefillResult(transfer_id=push.leg.transfer_id, num_tokens=push.num_tokens, lease_s=lease_s))
+        return to_params(PrefillResult(push.leg.transfer_id, push.num_tokens, lease_s, num_cached_tokens))
 
     # -- the side channel's thread ----------------------------------------------------------------
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.clock import now_s
 from kvshuttle.connector.asking import Asked, Asking
-from kvshuttle.connector.readings import Load, Reading
+from kvshuttle.connector.readings import HISTORY, Load, Reading, direction_of
 from kvshuttle.connector.step_metadata import FailedLoad, PushExpectation, ReadOrder, StepMetadata
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import (
@@ -42,7 +43,7 @@ from kvshuttle.handoff.intake_protocol import (
     Quarantine,
     SourceFailed,
 )
-from kvshuttle.handoff.params import Mode
+from kvshuttle.handoff.params import DecodeLeg, History, Mode
 from kvshuttle.ids import Handle, mint
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ if TYPE_CHECKING:
     from kvshuttle.config import ConnectorConfig
     from kvshuttle.connector.asking import Subject
     from kvshuttle.connector.holder import Holder
+    from kvshuttle.connector.pace import Pace
     from kvshuttle.connector.readings import EngineClock
     from kvshuttle.connector.stats import ShuttleStats
     from kvshuttle.handoff.cards import EngineCard
     from kvshuttle.handoff.fetch_protocol import Action
     from kvshuttle.handoff.intake_protocol import IntakeAction, IntakeFact
     from kvshuttle.handoff.messages import Message
-    from kvshuttle.handoff.params import DecodeLeg
     from kvshuttle.transport.side_channel import SideChannelThread
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,10 @@ class Reader:
         side: SideChannelThread[Message],
         stats: ShuttleStats,
         lock: threading.RLock,
+        pace: Pace,
     ) -> None:
         self._card = card
+        self._pace = pace
         self._clock = clock
         self._holder = holder
         self._stats = stats
@@ -122,21 +125,28 @@ class Reader:
 
     # -- what the hooks call, under the lock ------------------------------------------------------
 
-    def begin(self, request_id: str, leg: DecodeLeg, chain: TokenChain) -> None:
-        """A decode leg arrived: ask its source at once, so that the answer is here when the engine asks.
+    def begin(self, request_id: str, leg: DecodeLeg | History, chain: TokenChain | None) -> None:
+        """A request arrived: ask its source at once, so that the answer is here when the engine asks.
 
-        A push asks nobody: its blocks are reserved while the source still computes.
+        A push asks nobody: its blocks are reserved while the source still computes. ``chain``: the whole prompt's, None
+        for one that is not made of tokens.
         """
-        reading = Reading(request_id, self._machine(leg, chain))
+        if chain is None:
+            self._stats.count("transfers", direction_of(leg), "prompt_without_tokens")
+            return
+        reading = Reading(request_id, self._machine(leg, chain), direction_of(leg))
         self._readings[request_id] = self._unsettled[request_id] = reading
         if isinstance(reading.fetch, Fetch):
             self._do(reading, reading.fetch.start(now_s()))
 
-    def _machine(self, leg: DecodeLeg, chain: TokenChain) -> Fetch | Intake:
-        handle = Handle(leg.transfer_id)
-        if leg.mode is Mode.PUSH:
+    def _machine(self, leg: DecodeLeg | History, chain: TokenChain) -> Fetch | Intake:
+        limits = self._limits
+        if isinstance(leg, History):
+            threshold_tokens = self._pace.threshold_tokens(leg.source.engine_id, now_s())
+            limits = replace(limits, recompute_threshold_tokens=threshold_tokens)
+        elif leg.mode is Mode.PUSH:
             return Intake(
-                handle=handle,
+                handle=Handle(leg.transfer_id),
                 source=leg.source,
                 wanted=chain,
                 reader=self._card,
@@ -144,13 +154,14 @@ class Reader:
                 limits=self._push_limits,
             )
         return Fetch(
-            handle=handle,
+            handle=Handle(leg.handle if isinstance(leg, History) else leg.transfer_id),
             source=leg.source,
             wanted=chain,
             fingerprint=self._card.fingerprint,
             reader=self._card.engine_id,
-            limits=self._limits,
+            limits=limits,
             now_s=now_s(),
+            is_read_once=isinstance(leg, DecodeLeg),
         )
 
     def offer(self, request_id: str, num_local_tokens: int) -> int | None:
@@ -174,7 +185,7 @@ class Reader:
         block_size_tokens = self._card.fingerprint.block_size_tokens
         end = num_blocks_for(reading.num_local_tokens + num_tokens, block_size_tokens)
         destination = block_ids[reading.num_local_tokens // block_size_tokens : end]
-        load = self._loads[request_id] = Load(reading, num_tokens, destination)
+        load = self._loads[request_id] = Load(reading, num_tokens, destination, now_s())
         if not self._try_tell(reading, LoadAdmitted(reading.num_local_tokens, num_tokens, block_ids), at_s=now_s()):
             self._fail(load, "internal_error")
 
@@ -183,7 +194,6 @@ class Reader:
         reading = self._readings.get(request_id)
         if reading is None or request_id in self._loads or reading.fetch.outcome is not None:
             return
-        self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
         self.tell(reading, NothingToRead(reading.offer_reason))
 
     def is_loading(self, request_id: str) -> bool:
@@ -240,9 +250,7 @@ class Reader:
             self._try_tell(reading, ReadEnded(is_ok, load.failure), at_s=judged_at_s)
         outcome = reading.fetch.outcome
         if is_ok and outcome in _LOADED:
-            direction = "read" if outcome is Outcome.READ_OK else "push"
-            self._stats.count("transfer_tokens", direction, by=load.num_tokens)
-            self._stats.count("local_hit_tokens", by=reading.num_local_tokens)
+            self._note_loaded(reading, load, is_read=outcome is Outcome.READ_OK)
         elif is_ok and not reading.is_request_over:
             self._loads[request_id] = load
             self._fail(load, str(outcome))
@@ -271,6 +279,20 @@ class Reader:
             if deadline_at_s is not None:
                 next_at_s = deadline_at_s if next_at_s is None else min(next_at_s, deadline_at_s)
         return next_at_s
+
+    def num_loaded_tokens(self, request_id: str) -> int:
+        """Tokens that this request got from elsewhere."""
+        reading = self._readings.get(request_id)
+        return reading.num_loaded_tokens if reading is not None else 0
+
+    def _note_loaded(self, reading: Reading, load: Load, *, is_read: bool) -> None:
+        reading.num_loaded_tokens = load.num_tokens
+        # A push that failed may have been read in the end.
+        is_read_instead = is_read and reading.direction == "push"
+        self._stats.count("transfer_tokens", "read" if is_read_instead else reading.direction, by=load.num_tokens)
+        if is_read:
+            now = now_s()
+            self._pace.note_read(reading.source.engine_id, load.num_tokens, now - load.admitted_at_s, now)
 
     # -- doing ------------------------------------------------------------------------------------
 
@@ -353,11 +375,13 @@ class Reader:
             return
         reading.is_counted = True
         if isinstance(reading.fetch, Fetch):
-            self._stats.count("transfers", "read", str(outcome))
+            self._stats.count("transfers", reading.direction, str(outcome))
         else:
             self._count_push(reading.fetch, outcome)
         if outcome not in _SERVED | _ABORTED:
-            logger.warning("kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail)
+            # That a history is not there any more is an everyday thing.
+            level = logging.INFO if reading.direction == HISTORY else logging.WARNING
+            logger.log(level, "kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail)
 
     def _count_push(self, intake: Intake, outcome: Outcome | PushOutcome) -> None:
         """Where a fetch took over, both have an outcome."""

@@ -8,13 +8,25 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.handoff.fetch_protocol import Fact
 from kvshuttle.handoff.intake import Intake
+from kvshuttle.handoff.params import History, Mode
 
 if TYPE_CHECKING:
     from kvshuttle.handoff.block_plan import ReadReason
     from kvshuttle.handoff.fetch import Fetch
     from kvshuttle.handoff.fetch_protocol import Action
     from kvshuttle.handoff.intake_protocol import IntakeAction, IntakeFact
-    from kvshuttle.handoff.params import Peer
+    from kvshuttle.handoff.params import DecodeLeg, Peer
+
+
+HISTORY = "history"
+"""The direction of KV that comes back for a later turn."""
+
+
+def direction_of(leg: DecodeLeg | History) -> str:
+    """The metric label of how a request gets its KV."""
+    if isinstance(leg, History):
+        return HISTORY
+    return "push" if leg.mode is Mode.PUSH else "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +39,16 @@ class EngineClock:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """One decode leg. ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question."""
+    """One request that gets KV from elsewhere. ``direction``: the metric label of how.
+
+    ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question. ``num_loaded_tokens``: what came.
+    """
 
     request_id: str
     fetch: Fetch | Intake
+    direction: str
     num_local_tokens: int = 0
+    num_loaded_tokens: int = 0
     offer_reason: ReadReason | None = None
     is_counted: bool = False
     is_request_over: bool = False
@@ -63,5 +80,6 @@ class Load:
     reading: Reading
     num_tokens: int
     destination: tuple[int, ...]
+    admitted_at_s: float
     read_ends_at_s: float = -math.inf
     failure: str = ""

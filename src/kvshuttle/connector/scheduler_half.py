@@ -7,16 +7,20 @@ touch; nothing waits while holding it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle import __version__
-from kvshuttle.blocks import TokenChain, token_chain
 from kvshuttle.clock import now_s
 from kvshuttle.connector import fingerprint as fp
 from kvshuttle.connector import vllm_compat
+from kvshuttle.connector.chains import prompt_chain
 from kvshuttle.connector.holder import Holder
+from kvshuttle.connector.keeper import Keeper, retention_of
+from kvshuttle.connector.legs import Legs, leg_of, wish_of
+from kvshuttle.connector.pace import Pace
 from kvshuttle.connector.pusher import Pusher
 from kvshuttle.connector.reader import Reader
 from kvshuttle.connector.readings import EngineClock
@@ -27,13 +31,13 @@ from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.cards import EngineCard
 from kvshuttle.handoff.ledger import LeaseLedger
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Message
-from kvshuttle.handoff.params import DecodeLeg, Leg, Mode, PrefillLeg, parse_leg
+from kvshuttle.handoff.params import Keep, Mode, PrefillLeg, keep_of
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.ids import LeaseId, mint
 from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
@@ -80,24 +84,28 @@ class SchedulerHalf:
         self._block_size_tokens = int(fp.attention_spec(kv_cache_config).block_size)
         self._lock = threading.RLock()
         self._stats = ShuttleStats()
-        self._legs: dict[str, Leg] = {}
+        self._pace = Pace(config.kv_recompute_threshold, self._stats)
+        self._legs = Legs(self._stats)
         self._pool: BlockPool | None = None
+        self._num_watermark_blocks = 0
         self._live_requests: dict[str, Request] = {}
         self._num_running = 0
         # Made when the workers' caches exist; before that no hook has anything to do.
         self._holder: Holder | None = None
         self._reader: Reader | None = None
         self._pusher: Pusher | None = None
+        self._keeper: Keeper | None = None
         self._service: SideChannelService | None = None
         self._side: SideChannelThread[Message] | None = None
 
     # -- start and stop ---------------------------------------------------------------------------
 
-    def bind_pool(self, pool: BlockPool) -> None:
-        """vLLM's block pool, given once before the first step."""
+    def bind_pool(self, pool: BlockPool, num_watermark_blocks: int = 0) -> None:
+        """vLLM's block pool, given once before the first step, and how much of it vLLM leaves free at admissions."""
         self._pool = pool
+        self._num_watermark_blocks = num_watermark_blocks
         if self._holder is not None:
-            self._holder.bind_pool(pool)
+            self._holder.bind_pool(pool, num_watermark_blocks)
 
     def open(self, handshakes: Mapping[int, WorkerHandshake]) -> None:
         """All workers are ready: compose the engine's card and answer the side channel.
@@ -120,7 +128,7 @@ class SchedulerHalf:
         ledger = LeaseLedger(incarnation=self._incarnation, fingerprint=own, mint=lambda: LeaseId(mint("lease")))
         holder = self._holder = Holder(ledger, lease_s=self._config.lease_s)
         if self._pool is not None:
-            holder.bind_pool(self._pool)
+            holder.bind_pool(self._pool, self._num_watermark_blocks)
         endpoint = Endpoint(
             codec=MessageCodec(), secret=self._secret, sender=self._engine_id, handler=self._answer, now_s=now_s
         )
@@ -131,10 +139,25 @@ class SchedulerHalf:
         self._side = SideChannelThread(endpoint, tick=self._tick, name="kvshuttle-side")
         clock = EngineClock(self._host_id, is_shared=all(each.host_id == self._host_id for each in ranks))
         self._reader = Reader(
-            self._config, card=card, clock=clock, holder=holder, side=self._side, stats=self._stats, lock=self._lock
+            self._config,
+            card=card,
+            clock=clock,
+            holder=holder,
+            side=self._side,
+            stats=self._stats,
+            lock=self._lock,
+            pace=self._pace,
         )
         self._pusher = Pusher(holder, card=card, side=self._side, lock=self._lock)
-        self._service = SideChannelService(card, holder, self._pusher, lock=self._lock, load=self._load)
+        retention = retention_of(self._config, ledger, num_blocks=self._kv_cache_config.num_blocks - 1)
+        self._keeper = Keeper(
+            holder,
+            retention,
+            block_size_tokens=self._block_size_tokens,
+            max_step_tokens=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
+            is_disconnect_retained=self._config.is_disconnect_retained,
+        )
+        self._service = SideChannelService(card, holder, self._pusher, retention, lock=self._lock, load=self._load)
         self._side.start()
         logger.info(
             "kvshuttle %s: engine %s (%s) listens on %s, vLLM %s",
@@ -149,10 +172,11 @@ class SchedulerHalf:
     # -- scheduler hooks --------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request arrived: read its params, and ask the holder at once when it is a decode leg."""
-        leg, problem = self._leg_of(request)
-        is_push = leg is not None and leg.mode is Mode.PUSH
-        chain = self._prompt_chain(request) if isinstance(leg, DecodeLeg) or is_push else None
+        """A request arrived: read its params, and ask the holder of its KV at once when there is one."""
+        leg, problem = leg_of(request)
+        wish = wish_of(leg)
+        is_pushed_from_here = isinstance(leg, PrefillLeg) and leg.mode is Mode.PUSH
+        chain = prompt_chain(request, self._block_size_tokens) if wish is not None or is_pushed_from_here else None
         with self._lock:
             self._live_requests[request.request_id] = request
             self._return_blocks()
@@ -161,24 +185,30 @@ class SchedulerHalf:
                 self._stats.count("rejected_params")
             if leg is None or self._reader is None or self._pusher is None:
                 return
-            self._legs[request.request_id] = leg
-            if isinstance(leg, DecodeLeg) and chain is not None:
-                self._reader.begin(request.request_id, leg, chain)
-            elif isinstance(leg, DecodeLeg):
-                self._stats.count("transfers", "read", "prompt_without_tokens")
-            elif is_push and chain is not None:
+            self._legs.add(request.request_id, leg)
+            if wish is not None:
+                self._reader.begin(request.request_id, wish, chain)
+            if isinstance(leg, PrefillLeg) and is_pushed_from_here and chain is not None:
                 self._pusher.begin(request.request_id, leg, chain)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens behind the local prefix that a read would bring; None while the holder has not answered."""
+        """Tokens behind the local prefix that a read would bring; None while the holder has not answered.
+
+        vLLM is about to admit the request, so this is the time to make room for it, too.
+        """
         with self._lock:
             self._return_blocks()
-            if self._reader is None or vllm_compat.wants_all_computed(request):
+            if self._reader is None or self._keeper is None:
                 return 0, False
-            num_tokens = self._reader.offer(request.request_id, num_computed_tokens)
-        if num_tokens and num_computed_tokens + num_tokens > request.num_tokens:
-            # vLLM asserts this, and the engine would die of it.
-            raise LocalProtocolError(f"{num_tokens} tokens were offered for {request.num_tokens}")
+            is_all_computed = vllm_compat.wants_all_computed(request)
+            num_tokens = 0 if is_all_computed else self._reader.offer(request.request_id, num_computed_tokens)
+            if num_tokens is None:
+                return None, False
+            if num_tokens and num_computed_tokens + num_tokens > request.num_tokens:
+                # vLLM asserts this, and the engine would die of it.
+                raise LocalProtocolError(f"{num_tokens} tokens were offered for {request.num_tokens}")
+            self._legs.note_asked(request.request_id, num_computed_tokens)
+            self._keeper.make_room_for(request, num_computed_tokens, num_tokens, self._live_requests.values())
         return num_tokens, bool(num_tokens)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -186,6 +216,7 @@ class SchedulerHalf:
         with self._lock:
             if self._reader is None:
                 return
+            self._legs.note_admitted(request.request_id)
             if num_external_tokens:
                 block_ids = tuple(block.block_id for block in blocks.blocks[0])
                 self._reader.admit(request.request_id, num_external_tokens, block_ids)
@@ -196,21 +227,21 @@ class SchedulerHalf:
         """This step's orders for the workers."""
         with self._lock:
             self._num_running = len(scheduler_output.num_scheduled_tokens)
+            self._pace.note_scheduled(scheduler_output.num_scheduled_tokens.values(), now_s())
             self._return_blocks()
-            if self._reader is None or self._pusher is None:
+            if self._reader is None or self._pusher is None or self._keeper is None:
                 return StepMetadata()
             step = self._reader.take_step()
-            try:
+            with self._going_on("publish"):
                 self._pusher.publish(scheduler_output, self._live_requests, step)
-            except Exception:
-                # The other orders of this step are owed to vLLM; readers of the push have their deadlines.
-                logger.exception("kvshuttle: progress of a push was not published")
-                self._stats.count("internal_errors", "publish")
+            with self._going_on("headroom"):
+                self._keeper.make_headroom(scheduler_output, self._live_requests.values())
             return step
 
     def on_worker_output(self, output: KVConnectorOutput) -> None:
         """A step's results, before vLLM applies them: it asserts on ids that it does not expect."""
         with self._lock:
+            self._pace.note_done(now_s())
             if self._reader is None or self._holder is None:
                 return
             if isinstance(output.kv_connector_worker_meta, WorkerReport):
@@ -233,31 +264,36 @@ class SchedulerHalf:
     def on_request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended, in whatever way: hold what a prefill leg computed, let go of what a decode leg leased.
+        """A request ended, in whatever way: hold what a prefill leg computed, let go of what a decode leg leased, keep
+        what the next turn may want.
 
         Never delays vLLM's own free: blocks that are needed longer are pinned, so an idle engine stays idle.
         """
         with self._lock:
             self._live_requests.pop(request.request_id, None)
-            leg = self._legs.pop(request.request_id, None)
+            live = self._legs.pop(request.request_id)
+            num_cached_tokens = live.num_local_tokens if live is not None else 0
             if self._reader is not None:
+                num_cached_tokens += self._reader.num_loaded_tokens(request.request_id)
                 self._reader.end(request.request_id)
             if self._pusher is not None and self._pusher.is_pushing(request.request_id):
-                return False, self._pusher.finish(request, block_ids[0], lease_s=self._config.lease_s)
-        if not isinstance(leg, PrefillLeg) or not vllm_compat.is_answered(request):
-            return False, None
-        chain = self._prompt_chain(request)
-        if chain is None or self._holder is None:
-            return False, None
-        # A request that was preempted in its last step has been answered and has no blocks any more.
-        computed = block_ids[0] if request.num_computed_tokens >= chain.num_tokens else []
-        with self._lock:
-            return False, self._holder.hold(leg, chain=chain, block_ids=computed, now_s=now_s())
+                lease_s = self._config.lease_s
+                return False, self._pusher.finish(
+                    request, block_ids[0], lease_s=lease_s, num_cached_tokens=num_cached_tokens
+                )
+        leg = live.leg if live is not None else None
+        if isinstance(leg, PrefillLeg):
+            return False, self._hold(request, leg, block_ids[0], num_cached_tokens)
+        if (wish := keep_of(leg)) is not None and self._keeper is not None:
+            self._keep(request, wish, block_ids[0], self._keeper)
+        return False, None
 
     def return_blocks(self) -> bool:
-        """Memory is short: give the pool what is due to it. True when that was anything."""
+        """A running request lacks a block: give the pool what is due to it, or what is kept for later turns. True when
+        that was anything.
+        """
         with self._lock:
-            return self._return_blocks() > 0
+            return self._return_blocks() > 0 or (self._keeper is not None and self._keeper.give_way())
 
     def reset(self) -> bool:
         """vLLM's caches lose their meaning (new weights): nothing held may be lent any more. False: try again."""
@@ -269,6 +305,8 @@ class SchedulerHalf:
         with self._lock:
             if self._service is not None and self._holder is not None:
                 self._service.count_changes(self._stats)
+                if self._keeper is not None:
+                    self._keeper.report(self._stats)
                 self._stats.set("held_blocks", self._holder.ledger.num_held_blocks)
                 self._stats.set("leases_held", self._holder.ledger.num_leases)
                 self._stats.set("quarantined_blocks", self._holder.num_quarantined_blocks)
@@ -280,6 +318,35 @@ class SchedulerHalf:
         """An exception was caught at the edge of a hook."""
         with self._lock:
             self._stats.count("internal_errors", hook)
+
+    def _hold(
+        self, request: Request, leg: PrefillLeg, block_ids: list[int], num_cached_tokens: int
+    ) -> dict[str, Any] | None:
+        chain = prompt_chain(request, self._block_size_tokens) if vllm_compat.is_answered(request) else None
+        if chain is None or self._holder is None:
+            return None
+        # A request that was preempted in its last step has been answered and has no blocks any more.
+        computed = block_ids if request.num_computed_tokens >= chain.num_tokens else []
+        with self._lock:
+            return self._holder.hold(
+                leg, chain=chain, block_ids=computed, now_s=now_s(), num_cached_tokens=num_cached_tokens
+            )
+
+    def _keep(self, request: Request, wish: Keep, block_ids: list[int], keeper: Keeper) -> None:
+        # Hashing a long sequence takes milliseconds, and the side channel's thread would wait for them.
+        chain = keeper.lasting_chain(request)
+        if chain is not None:
+            with self._lock:
+                keeper.keep(wish, chain, block_ids)
+
+    @contextlib.contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """The other orders of a step are owed to vLLM; readers of a push have their deadlines."""
+        try:
+            yield
+        except Exception:
+            logger.exception("kvshuttle: %s failed in this step", what)
+            self._stats.count("internal_errors", what)
 
     def _return_blocks(self) -> int:
         return self._holder.return_freed(now_s()) if self._holder is not None else 0
@@ -297,18 +364,6 @@ class SchedulerHalf:
     def _complain_of_completion(self, request_id: str) -> None:
         logger.error("kvshuttle: kept an unexpected completion of %s from vLLM", request_id)
         self._stats.count("internal_errors", "unexpected_completion")
-
-    def _leg_of(self, request: Request) -> tuple[Leg | None, str]:
-        try:
-            return parse_leg(request.kv_transfer_params), ""
-        except ValueError as error:
-            return None, str(error)
-
-    def _prompt_chain(self, request: Request) -> TokenChain | None:
-        token_ids = request.prompt_token_ids
-        if not token_ids or getattr(request, "prompt_embeds", None) is not None:
-            return None
-        return token_chain(token_ids, self._block_size_tokens, vllm_compat.content_identity(request))
 
     def _load(self) -> Load:
         num_running = min(self._num_running, len(self._live_requests))

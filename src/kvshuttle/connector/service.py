@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvshuttle.connector.pusher import Pusher
     from kvshuttle.connector.stats import ShuttleStats
     from kvshuttle.handoff.cards import EngineCard
+    from kvshuttle.handoff.retention import Retention
 
 
 class Load(NamedTuple):
@@ -45,8 +46,18 @@ class Load(NamedTuple):
 class SideChannelService:
     """Answers peers and routers. ``answer`` runs in the side channel's thread."""
 
-    def __init__(self, card: EngineCard, holder: Holder, pusher: Pusher, *, lock: threading.RLock, load: Callable[[], Load]) -> None:
+    def __init__(
+        self,
+        card: EngineCard,
+        holder: Holder,
+        pusher: Pusher,
+        retention: Retention,
+        *,
+        lock: threading.RLock,
+        load: Callable[[], Load],
+    ) -> None:
         self._card = card
+        self._retention = retention
         self._pusher = pusher
         self._holder = holder
         self._ledger = holder.ledger
@@ -68,10 +79,11 @@ class SideChannelService:
             case Acquire():
                 return self._ledger.acquire(message, now_s=now_s())
             case Renew():
-                return self._ledger.renew(message, now_s=now_s())
+                return self._retention.renew(message, now_s=now_s())
             case Release():
                 if message.drop:
                     self._pusher.release(message.handles)
+                    self._retention.note_released(message.handles)
                 return self._ledger.release(message, now_s=now_s())
             case Register() | Proceed() | Withdraw():
                 return self._pusher.answer(message)
@@ -82,12 +94,13 @@ class SideChannelService:
     def count_changes(self, stats: ShuttleStats) -> None:
         """Add what the ledger counted since the last call to ``stats``."""
         counters = self._ledger.counters
-        totals = {
+        totals: dict[tuple[str, str], int] = {
             ("holdings", "granted"): counters.granted,
             ("holdings", "fenced"): counters.kept,
             ("holdings", "refused_full"): counters.refused_full,
-            ("holdings", "released"): counters.holding_dropped,
-            ("holdings", "expired"): counters.holding_expired,
+            **{("holdings", reason): count for reason, count in counters.holding_ended.items()},
+            **{("retentions", outcome): count for outcome, count in self._retention.outcomes.items()},
+            **{("retentions", reason): count for reason, count in counters.retained_ended.items()},
             ("leases", "acquired"): counters.acquired,
             ("leases", "renewed"): counters.renewed,
             ("leases", "released"): counters.released,
@@ -110,10 +123,12 @@ class SideChannelService:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_blocks=load.num_blocks,
-            num_free_blocks=load.num_free_blocks + self._holder.num_returnable_blocks(),
+            num_free_blocks=load.num_free_blocks + self._holder.num_returnable_blocks(self._retention.idle_pins()),
             num_held_blocks=self._ledger.num_held_blocks,
             num_holdings=self._ledger.num_holdings,
             num_leases=self._ledger.num_leases,
             num_loading=load.num_loading,
             num_slots=load.num_slots,
+            num_retained_blocks=self._retention.num_blocks,
+            num_retained_handles=self._retention.num_handles,
         )

@@ -30,7 +30,7 @@ _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SERIES: Mapping[str, Series] = {
     "transfers": Series(Counter, ("direction", "outcome"), "Hand-offs ended, by outcome; one for each request."),
     "transfer_tokens": Series(Counter, ("direction",), "Tokens whose KV was moved and used."),
-    "local_hit_tokens": Series(Counter, (), "Prompt tokens of hand-offs that the local prefix cache already held."),
+    "local_hit_tokens": Series(Counter, ("leg",), "Prompt tokens that the local prefix cache already held."),
     "transfer_bytes": Series(Counter, ("direction",), "Bytes moved, summed over ranks."),
     "pushed_bytes": Series(Counter, ("when",), "Bytes written before (streamed) and after the prompt was computed."),
     "push_wait_seconds": Series(Histogram, (), "Time from reserving blocks to the last byte of a push.", _SECONDS),
@@ -45,6 +45,14 @@ SERIES: Mapping[str, Series] = {
     "leases": Series(Counter, ("outcome",), "What became of leases: acquired, renewed, released, expired, denied_*."),
     "leases_held": Series(Gauge, (), "Leases outstanding at the last step."),
     "held_blocks": Series(Gauge, (), "Blocks kept for readers at the last step."),
+    "retentions": Series(
+        Counter, ("outcome",), "KV of answered requests kept for a later turn, or why not, and how the keeping ended."
+    ),
+    "retained_handles": Series(Gauge, (), "What is kept for later turns at the last step."),
+    "retained_blocks": Series(Gauge, (), "Blocks of all that; they are among those held, and give way when needed."),
+    "recompute_threshold_tokens": Series(
+        Gauge, ("peer",), "Fewest missing tokens of an earlier turn that are read from this engine and not computed."
+    ),
     "rejected_params": Series(Counter, (), "Requests whose kv_transfer_params were malformed and ignored."),
     "internal_errors": Series(Counter, ("hook",), "Exceptions caught at the edge of a connector hook: bugs."),
     "quarantined_blocks": Series(Gauge, (), "Blocks kept back because a failed read may still write to them."),
@@ -77,11 +85,12 @@ class ShuttleStats(KVConnectorStats):
         """Record one histogram observation."""
         self.data.setdefault(series_key(name, *labels), []).append(value)
 
-    def set(self, name: str, value: float) -> None:
+    def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge; a value that was reported before is not reported again, so that idle steps carry nothing."""
-        if self._reported.get(name) != value:
-            self._reported[name] = value
-            self.data[series_key(name)] = value
+        key = series_key(name, *labels)
+        if self._reported.get(key) != value:
+            self._reported[key] = value
+            self.data[key] = value
 
     def reset(self) -> None:
         """Forget everything recorded."""

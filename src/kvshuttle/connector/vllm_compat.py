@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -106,6 +108,49 @@ def is_answered(request: Request) -> bool:
 
     names = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
     return request.status in {getattr(RequestStatus, name) for name in names if hasattr(RequestStatus, name)}
+
+
+def is_aborted(request: Request) -> bool:
+    """True when a request was ended from outside: its client has left, or a stop string was found in its answer."""
+    from vllm.v1.request import RequestStatus
+
+    return bool(request.status == RequestStatus.FINISHED_ABORTED)
+
+
+def has_stop_strings(request: Request) -> bool:
+    """True when an abort of this request may mean that its answer is complete: stop strings are found outside."""
+    return bool(getattr(request.sampling_params, "stop", None))
+
+
+def num_settled_tokens(request: Request) -> int:
+    """Tokens of a request that is over whose KV is certainly in its blocks; 0 when it never got to answer.
+
+    The token sampled last has none. Steps that are still under way do not count; releases before 0.32 do not tell of
+    them but for those that vLLM scheduled ahead. A request that waits for a load has no output yet, and counts tokens
+    that have not arrived.
+    """
+    if not request.num_output_tokens:
+        return 0
+    num_under_way = getattr(request, "num_in_flight_tokens", None)
+    if num_under_way is None:
+        num_under_way = getattr(request, "num_output_placeholders", 0)
+    return int(max(0, min(request.num_computed_tokens - num_under_way, request.num_tokens - 1)))
+
+
+def cached_blocks(pool: BlockPool, request: Request, num_blocks: int) -> list[KVCacheBlock]:
+    """The first blocks of a request's prefix that the prefix cache has, at most ``num_blocks``."""
+    blocks = []
+    for block_hash in request.block_hashes[:num_blocks]:
+        found = pool.get_cached_block(block_hash, [0])
+        if not found:
+            break
+        blocks.append(found[0])
+    return blocks
+
+
+def num_watermark_blocks(kv_cache_manager: KVCacheManager) -> int:
+    """Free blocks that vLLM leaves when it admits a request; 0 in releases that have no watermark."""
+    return int(getattr(kv_cache_manager, "watermark_blocks", 0))
 
 
 def pin(pool: BlockPool, block_ids: Iterable[int]) -> None:

@@ -1,0 +1,75 @@
+"""The router's legs while their requests live: what was asked, and how much of a prompt was here already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvshuttle.handoff.params import DecodeLeg, PrefillLeg, history_of, parse_leg
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvshuttle.connector.stats import ShuttleStats
+    from kvshuttle.handoff.params import History, Leg
+
+
+@dataclass(slots=True, eq=False)
+class LiveLeg:
+    """``num_local_tokens``: what the prefix cache had of the prompt when vLLM last asked before it admitted it."""
+
+    leg: Leg
+    num_local_tokens: int = 0
+    is_admitted: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The metric label."""
+        if isinstance(self.leg, PrefillLeg):
+            return "prefill"
+        return "decode" if isinstance(self.leg, DecodeLeg) else "local"
+
+
+class Legs:
+    """All of them, by request id."""
+
+    def __init__(self, stats: ShuttleStats) -> None:
+        self._stats = stats
+        self._live: dict[str, LiveLeg] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, request_id: str, leg: Leg) -> None:
+        """A request arrived with a leg."""
+        self._live[request_id] = LiveLeg(leg)
+
+    def note_asked(self, request_id: str, num_local_tokens: int) -> None:
+        """vLLM has found so many tokens in its prefix cache, and may be about to admit the request."""
+        live = self._live.get(request_id)
+        if live is not None and not live.is_admitted:
+            live.num_local_tokens = num_local_tokens
+
+    def note_admitted(self, request_id: str) -> None:
+        """vLLM admitted the request, for the first or the n-th time; only the first one counts."""
+        live = self._live.get(request_id)
+        if live is not None and not live.is_admitted:
+            live.is_admitted = True
+            self._stats.count("local_hit_tokens", live.kind, by=live.num_local_tokens)
+
+    def pop(self, request_id: str) -> LiveLeg | None:
+        """The request ended."""
+        return self._live.pop(request_id, None)
+
+
+def leg_of(request: Request) -> tuple[Leg | None, str]:
+    """A request's leg, if it has one, and what is wrong with its params, if anything."""
+    try:
+        return parse_leg(request.kv_transfer_params), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def wish_of(leg: Leg | None) -> DecodeLeg | History | None:
+    """What a leg wants to be read, or written here: the KV of a hand-off, or that of an earlier turn."""
+    return leg if isinstance(leg, DecodeLeg) else history_of(leg)
