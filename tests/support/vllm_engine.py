@@ -71,6 +71,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 128
     load_failure_policy: str = "recompute"
     model_name: str = "tiny"
+    has_prefix_cache: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -105,7 +106,7 @@ def vllm_config(options: EngineOptions, directory: Path) -> VllmConfig:
         model_config=ModelConfig(
             model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=2048, seed=0, enforce_eager=True
         ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=options.has_prefix_cache),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -209,11 +210,16 @@ class Engine:
         params: Any = None,
         *,
         max_tokens: int = 1,
+        stop: Sequence[str] = (),
         **fields: Any,
     ) -> Request:
         """A request arrives. ``params``: its kv_transfer_params."""
         sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args={"kv_transfer_params": params}
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            stop=list(stop),
+            extra_args={"kv_transfer_params": params},
         )
         request = Request(
             request_id=request_id,
