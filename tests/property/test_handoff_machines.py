@@ -36,6 +36,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def start(self, holder: Clock, reader: Clock, read_timeout_s: float) -> None:
         limits = dataclasses.replace(LIMITS, read_timeout_s=read_timeout_s)
         self.pair = HandoffPair(holder_clock=holder, reader_clock=reader, limits=limits)
+        self.kept: list[Handle] = []
 
     def pick(self, requests: list[Request], index: int) -> Request:
         return requests[index % len(requests)]
@@ -78,13 +79,10 @@ class HandoffMachine(RuleBasedStateMachine):
         handle=HANDLES,
         prompt=PROMPTS,
         duration_s=st.sampled_from([0.5, 5.0, 30.0, 60.0]),
-        is_evictable=st.booleans(),
         is_shared=st.booleans(),
     )
-    def the_holder_holds(
-        self, handle: Handle, prompt: tuple[int, ...], duration_s: float, is_evictable: bool, is_shared: bool
-    ) -> None:
-        self.pair.hold(handle, prompt, duration_s, is_evictable=is_evictable, is_shared=is_shared)
+    def the_holder_holds(self, handle: Handle, prompt: tuple[int, ...], duration_s: float, is_shared: bool) -> None:
+        self.pair.hold(handle, prompt, duration_s, is_shared=is_shared)
 
     @rule()
     def the_holder_steps(self) -> None:
@@ -95,6 +93,42 @@ class HandoffMachine(RuleBasedStateMachine):
         while num_blocks > 0 and self.pair.holder.ledger.reclaim(EndReason.PRESSURE, now_s=self.pair.holder_now_s):
             num_blocks -= 1
         self.pair.collect()
+
+    @rule(prompt=PROMPTS, supersedes=st.none() | st.integers(0, 7))
+    def the_holder_keeps_a_turn(self, prompt: tuple[int, ...], supersedes: int | None) -> None:
+        earlier = self.kept[supersedes % len(self.kept)] if self.kept and supersedes is not None else None
+        handle = Handle(f"turn-{len(self.kept)}")
+        now_s = self.pair.holder_now_s
+        if len(prompt) >= BLOCK_SIZE_TOKENS and self.pair.holder.keep(handle, prompt, earlier, now_s):
+            self.kept.append(handle)
+
+    @precondition(lambda self: self.kept)
+    @rule(index=INDEX, duration_s=st.sampled_from([0.5, 5.0, 1e6]))
+    def the_router_renews_a_turn(self, index: int, duration_s: float) -> None:
+        self.pair.holder.renew_kept(self.kept[index % len(self.kept)], duration_s, self.pair.holder_now_s)
+
+    @precondition(lambda self: self.kept)
+    @rule(index=INDEX, happens=SELDOM)
+    def the_router_releases_a_turn(self, index: int, happens: bool) -> None:
+        if happens:
+            self.pair.release_by_router(self.kept[index % len(self.kept)])
+
+    @precondition(lambda self: self.kept)
+    @rule(index=INDEX, prompt=PROMPTS, arrives=st.booleans(), is_read_once=SELDOM)
+    def a_later_turn_begins(self, index: int, prompt: tuple[int, ...], arrives: bool, is_read_once: bool) -> None:
+        self.pair.begin(self.kept[index % len(self.kept)], prompt, is_read_once=is_read_once)
+        if arrives:
+            self.pair.pump()
+
+    @precondition(lambda self: self.kept)
+    @rule(index=INDEX, prompt=PROMPTS, num_readers=st.integers(1, 3))
+    def later_turns_read_at_the_same_time(self, index: int, prompt: tuple[int, ...], num_readers: int) -> None:
+        handle = self.kept[-1 - index % len(self.kept)]
+        requests = [self.pair.begin(handle, prompt, is_read_once=False) for _ in range(num_readers)]
+        self.pair.pump()
+        for request in requests:
+            if (offer := request.fetch.offer(0)).num_tokens:
+                self.pair.admit(request, 0, offer)
 
     @rule(handle=HANDLES)
     def the_router_releases(self, handle: Handle) -> None:

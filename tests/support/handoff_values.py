@@ -70,6 +70,7 @@ def fetch(
     incarnation: str = "life-1",
     limits: FetchLimits = LIMITS,
     now_s: float = 0.0,
+    is_read_once: bool = True,
 ) -> Fetch:
     return Fetch(
         handle=handle,
@@ -79,4 +80,5 @@ def fetch(
         reader="decode-1",
         limits=limits,
         now_s=now_s,
+        is_read_once=is_read_once,
     )

@@ -10,13 +10,17 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvshuttle.blocks import TokenChain
-from kvshuttle.handoff import Acquire, Acquired, Denied, Release, Renew, Renewed
-from support.handoff_values import block_contents, chain_of, ledger
+from kvshuttle.handoff import Acquire, Acquired, Denied, Keep, Release, Renew, Renewed, Retention
+from support.handoff_values import BLOCK_SIZE_TOKENS, block_contents, chain_of, ledger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvshuttle.ids import Handle
+
+
+RETENTION_S = 20.0
+RETENTION_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class HolderEngine:
     def restart(self) -> None:
         self.life += 1
         self.ledger = ledger(self.incarnation)
+        self.retention = Retention(self.ledger, duration_s=RETENTION_S, max_blocks=RETENTION_BLOCKS)
+        self.kept_until_s: dict[Handle, float] = {}
         self.pool = Pool(self._num_blocks)
         self.lent: dict[str, LentBlocks] = {}
 
@@ -112,6 +118,37 @@ class HolderEngine:
         if block_ids is None:
             return False
         return self.ledger.hold(handle, block_ids=block_ids, chain=chain, duration_s=duration_s, now_s=now_s, **how)
+
+    def keep(self, handle: Handle, tokens: Sequence[int], supersedes: Handle | None, now_s: float) -> bool:
+        """A request that computed ``tokens`` is over, and its full blocks are kept."""
+        chain = chain_of(tokens[: len(tokens) // BLOCK_SIZE_TOKENS * BLOCK_SIZE_TOKENS])
+        block_ids = self.pool.allocate_cached(block_contents(chain))
+        if block_ids is None:
+            return False
+        before = self.ledger.handles()
+        is_kept = self.retention.keep(Keep(handle, supersedes), block_ids=block_ids, chain=chain, now_s=now_s)
+        after = self.ledger.handles()
+        if not is_kept:
+            self.pool.give_back(block_ids)
+            assert set(before) - self._ended(now_s) <= set(after), "something went for what is not kept"
+            return False
+        assert handle in after, f"{handle} is kept and cannot be found"
+        assert supersedes not in after
+        is_lent = bool(self.ledger.num_leases)
+        assert is_lent or self.retention.num_blocks <= RETENTION_BLOCKS, "over the budget, and nothing is lent"
+        self.kept_until_s[handle] = now_s + RETENTION_S
+        return True
+
+    def renew_kept(self, handle: Handle, duration_s: float, now_s: float) -> None:
+        """The router's heartbeat."""
+        renewed = self.retention.renew(Renew((), duration_s, (handle,)), now_s=now_s)
+        is_there = handle in self.ledger.handles() and handle in self.kept_until_s
+        assert (renewed.handles_remaining_s[0] > 0) == is_there
+        if is_there:
+            self.kept_until_s[handle] = max(self.kept_until_s[handle], now_s + min(duration_s, RETENTION_S))
+
+    def _ended(self, now_s: float) -> set[Handle]:
+        return {handle for handle, until_s in self.kept_until_s.items() if until_s <= now_s}
 
     def answer(self, message: Acquire | Renew | Release, now_s: float) -> Acquired | Denied | Renewed | None:
         match message:
@@ -138,6 +175,9 @@ class HolderEngine:
             self.pool.give_back(block_ids)
 
     def check(self, now_s: float) -> None:
+        self.ledger.expire(now_s)
+        found = set(self.ledger.handles())
+        assert not found & self._ended(now_s), "a handle outlives its time"
         for lease_id, lent in self.lent.items():
             if lent.ends_at_s > now_s:
                 for block_id, content in lent.contents.items():

@@ -191,9 +191,14 @@ class HandoffPair:
 
     # -- the reader --------------------------------------------------------------------------------
 
-    def begin(self, handle: Handle, tokens: Sequence[int]) -> Request:
+    def begin(self, handle: Handle, tokens: Sequence[int], *, is_read_once: bool = True) -> Request:
         made = fetch(
-            tokens, handle=handle, incarnation=self.holder.incarnation, limits=self.limits, now_s=self.reader_now_s
+            tokens,
+            handle=handle,
+            incarnation=self.holder.incarnation,
+            limits=self.limits,
+            now_s=self.reader_now_s,
+            is_read_once=is_read_once,
         )
         request = Request(made, chain_of(tokens), self.holder.life)
         self.requests.append(request)
