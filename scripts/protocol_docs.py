@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,12 +17,15 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent))
 
 import protocol_diagrams
+import protocol_timers
 
 from kvshuttle import handoff as h
 from kvshuttle.handoff import (
+    break_even,
     claim,
     fetch,
     fetch_protocol,
+    holdings,
     inbox,
     intake,
     intake_protocol,
@@ -33,9 +37,11 @@ from kvshuttle.handoff import (
     params,
     push_source,
     reader_lease,
+    retention,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from enum import StrEnum
 
 PATH = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -51,7 +57,15 @@ REPLIES: dict[type, str] = {
     messages.Orders: "OrdersTaken",
     messages.Status: "StatusReport",
 }
-PARAMS_TYPES = (params.PrefillLeg, params.DecodeLeg, params.Peer, params.PrefillResult)
+PARAMS_TYPES = (
+    params.PrefillLeg,
+    params.DecodeLeg,
+    params.LocalLeg,
+    params.Peer,
+    params.Keep,
+    params.History,
+    params.PrefillResult,
+)
 FACT_TYPES = get_args(fetch_protocol.Fact)
 ACTION_TYPES = get_args(fetch_protocol.Action)
 INTAKE_FACT_TYPES = [each for each in get_args(intake_protocol.IntakeFact) if each not in FACT_TYPES]
@@ -65,14 +79,16 @@ This file is written by `scripts/protocol_docs.py` from the tables in `src/kvshu
 KV moves between two engines in one of two ways. In **pull** the reader acquires a lease on what the holder keeps under
 a handle, its workers read the leased blocks, and it releases the lease. In **push** the reader registers blocks of its
 own before the holder has computed anything, and the holder's workers write each chunk while the next one is computed.
-The handle is the transfer id that the router minted for this one dispatch. All machines are pure: they are told facts
-and the time, and return actions.
+The handle is the transfer id that the router minted for this one dispatch. For the next turn of a conversation KV is
+**sent back**: the engine that answered keeps it under a handle, and the next prefill engine pulls it. All machines are
+pure: they are told facts and the time, and return actions.
 
 | | the holder | the reader |
 | --- | --- | --- |
 | pull | `LeaseLedger` | `Fetch` |
 | push, scheduler half | `PushSource` with a `Registration` for each reader | `Intake` with a `Claim`, and a `Fetch` |
 | push, each worker | `PushWriter` with an `Outbox` for each registration | `Inboxes` with an `Inbox` for each |
+| sent back | `Retention` over the `LeaseLedger` | `Fetch` |
 """
 
 FENCES = """\
@@ -83,6 +99,13 @@ Three things keep a late write out of memory that is used for something else, an
   commit, or the holder's life is known to be over. If it cannot wait for that, the blocks are quarantined meanwhile.
 - The holder does not part with blocks that a write reads. Where vLLM takes them away (preemption), the source's epoch
   ends: what was written in it never counts, and its writes have ended before the next epoch's begin.
+"""
+
+SENT_BACK = """\
+The router names a handle in the decode leg's `keep`. When that request is over, the engine's scheduler half pins its
+full blocks of prompt and answer under it, with their token chain. The next turn's prefill leg names the handle in its
+`history`: that engine acquires what matches its own prompt, reads it, and computes the rest. The release of that lease
+does not drop anything, so a handle can be read again, and by several readers at once.
 """
 
 CLOCKS = """\
@@ -105,7 +128,7 @@ def main() -> int:
 
 
 def document() -> str:
-    return "\n".join([INTRO, *_messages(), *_pull(), *_push(), *_timers(), *_invariants()])
+    return "\n".join([INTRO, *_messages(), *_pull(), *_push(), *_sent_back(), *_timers(), *_invariants()])
 
 
 def _messages() -> list[str]:
@@ -170,6 +193,20 @@ def _push() -> list[str]:
     ]
 
 
+def _sent_back() -> list[str]:
+    return [
+        "## Sent back\n",
+        SENT_BACK,
+        "### What becomes of a wish to keep\n",
+        _enum_table(retention.KeepOutcome),
+        "### How the keeping ends\n",
+        _enum_table(holdings.EndReason),
+        "### From how many tokens on a read pays\n",
+        f"With `kv_recompute_threshold: auto`; {break_even.DEFAULT_THRESHOLD_TOKENS} until both costs are measured.\n",
+        _block(break_even.break_even_tokens),
+    ]
+
+
 def _machine(
     title: str, states: type[StrEnum], triggers: type[StrEnum], transitions: dict[tuple[Any, Any], Any]
 ) -> list[str]:
@@ -195,7 +232,7 @@ def _timers() -> list[str]:
     return [
         "## Timers\n",
         CLOCKS.format(share=share),
-        _table(["Timer", "Side", "Length", "When it ends"], [*_timer_rows(), *_push_timer_rows()]),
+        _table(["Timer", "Side", "Length", "When it ends"], protocol_timers.rows()),
     ]
 
 
@@ -204,6 +241,8 @@ def _invariants() -> list[str]:
         "## Invariants\n",
         "Of the ledger:\n",
         _paragraph(ledger, "Fencing"),
+        "Of what is kept for later turns:\n",
+        _numbered(retention),
         "Of a fetch:\n",
         _numbered(fetch),
         "Of the holder's scheduler half in a push:\n",
@@ -247,77 +286,16 @@ def _transition_rows(transitions: dict[tuple[Any, Any], Any]) -> list[list[str]]
     return [[state, ", ".join(triggers), target] for (state, target), triggers in rows.items()]
 
 
+def _block(function: Callable[..., Any]) -> str:
+    """The indented block of a docstring, as it stands."""
+    text = inspect.getdoc(function) or ""
+    body = text.split("::\n", 1)[1].strip("\n").split("\n\n")
+    shown = [part for part in body if part.startswith("    ")]
+    return "```text\n" + textwrap.dedent("\n\n".join(shown)) + "\n```\n"
+
+
 def _mermaid(source: str) -> str:
     return f"```mermaid\n{source}```\n"
-
-
-def _timer_rows() -> list[list[str]]:
-    renewals = reader_lease.RENEWALS_PER_LEASE
-    return [
-        ["acquire", "reader", "`acquire_timeout_s`", "`acquire_timed_out`: the prompt is computed here"],
-        [
-            "renewal",
-            "reader",
-            f"1/{renewals} of the lease",
-            f"a renew is sent; {renewals - 1} may be lost in a row",
-        ],
-        [
-            "last submit",
-            "reader",
-            "lease less `submit_margin_s`",
-            "before a read: `lease_lost`; no read starts from here on",
-        ],
-        ["read", "reader", "`read_timeout_s`, at most until the last submit", "the workers report the read as failed"],
-        ["wait", "reader", "`total_wait_s`", "`waited_too_long`: the lease is given back"],
-        ["lease", "reader", f"{1 - reader_lease.MAX_CLOCK_RATE_SKEW:.1%} of the granted duration", "`read_too_late`"],
-        [
-            "lease",
-            "holder",
-            f"what the reader wants, at most {ledger.MAX_LEASE_S:g} s",
-            "the lease is gone; renewals get a negative number",
-        ],
-        ["holding", "holder", "as granted, and never before a lease on it", "the blocks are let go"],
-    ]
-
-
-def _push_timer_rows() -> list[list[str]]:
-    quickest, slowest = claim.FIRST_WITHDRAW_S, claim.SLOWEST_WITHDRAW_S
-    return [
-        ["register", "reader of a push", "`acquire_timeout_s`", "`register_timed_out`: the prompt is computed here"],
-        [
-            "proceed",
-            "reader of a push",
-            f"{claim.PROCEED_INTERVAL_S:g} s, at most 1/{reader_lease.RENEWALS_PER_LEASE} of the lease",
-            "it says again that it waits",
-        ],
-        [
-            "quiet",
-            "reader of a push",
-            "`push_timeout_s` after blocks arrived or the holder said that it computes",
-            "`went_quiet`: the registration is withdrawn, and a fetch tried",
-        ],
-        ["wait", "reader of a push", "`total_wait_s`", "`waited_too_long`: the same without a fetch"],
-        [
-            "withdrawal",
-            "reader of a push",
-            f"{quickest:g} s, doubled up to {slowest:g} s",
-            "asked again, until it is confirmed",
-        ],
-        [
-            "confirmation",
-            "reader of a push",
-            "`confirm_timeout_s`",
-            "the load fails, and its blocks are quarantined until it is confirmed",
-        ],
-        ["registration", "holder", "as the reader wants, from each proceed", "the workers close it"],
-        [
-            "orders",
-            "holder",
-            f"{orders.FIRST_ASK_S:g} s, doubled up to {orders.SLOWEST_ASK_S:g} s",
-            "orders are sent again until they are taken, and drained where they close",
-        ],
-        ["leftovers", "reader's worker", f"{inbox.EARLY_LIFE_S:g} s", "notifications that nobody expected are dropped"],
-    ]
 
 
 def _enum_table(enum: type[StrEnum]) -> str:

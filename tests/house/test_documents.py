@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshuttle import errors
-from kvshuttle.handoff import DenyReason, Outcome, PushOutcome
+from kvshuttle.handoff import DenyReason, EndReason, KeepOutcome, Outcome, PushOutcome
 from kvshuttle.handoff.cards import Fingerprint
 from kvshuttle.policy import PlacementReason, RouteReason
 from kvshuttle.router import telemetry
@@ -56,6 +56,7 @@ def test_every_generated_part_is_shown_somewhere() -> None:
     [
         ("Outcomes of a hand-off", [*Outcome, "prompt_without_tokens"]),
         ("Outcomes of a push", PushOutcome),
+        ("KV kept for the next turn", [*KeepOutcome, *EndReason]),
         ("Outcomes of a request", telemetry.Outcome),
         ("Routes and reasons", RouteReason),
         ("Choice of an engine", PlacementReason),
@@ -73,10 +74,9 @@ def test_every_reason_of_a_failed_read_is_explained() -> None:
 
 
 def test_every_outcome_of_holdings_and_leases_is_explained() -> None:
-    explained = re.findall(
-        r"^\| (holdings|leases) \| `(\w+)` \|", section(OPERATIONS, "Holdings and leases"), re.MULTILINE
-    )
-    assert set(explained) == set(ledger_outcomes())
+    rows = re.findall(r"^\| (holdings|leases) \| (`.*?`) \|", section(OPERATIONS, "Holdings and leases"), re.MULTILINE)
+    explained = {(name, outcome) for name, cell in rows for outcome in re.findall(r"`(\w+)`", cell)}
+    assert explained == ledger_outcomes() | {("holdings", str(reason)) for reason in EndReason}
     assert {f"denied_{reason}" for reason in DenyReason} <= {str(outcome) for outcome in Outcome}
 
 

@@ -19,9 +19,10 @@ SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floa
 JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner), max_leaves=12
 )
-OURS = st.dictionaries(st.sampled_from(["leg", "transfer_id", "source", "mode", "address", "engine_id", "x"]), JSON)
+NAMES = ["leg", "transfer_id", "source", "mode", "address", "engine_id", "keep", "history", "handle", "supersedes", "x"]
+OURS = st.dictionaries(st.sampled_from(NAMES), JSON | st.dictionaries(st.sampled_from(NAMES), JSON))
 PARAMS = st.dictionaries(st.text(max_size=8), JSON, max_size=4) | st.fixed_dictionaries({"kvshuttle": JSON | OURS})
-LEGS = st.sampled_from(["prefill", "decode", "prefilled", "", None, 1, ["decode"], "DECODE"])
+LEGS = st.sampled_from(["prefill", "decode", "prefilled", "local", "", None, 1, ["decode"], "DECODE"])
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -379,9 +379,12 @@ class Reader:
         else:
             self._count_push(reading.fetch, outcome)
         if outcome not in _SERVED | _ABORTED:
-            # That a history is not there any more is an everyday thing.
-            level = logging.INFO if reading.direction == HISTORY else logging.WARNING
-            logger.log(level, "kvshuttle: %s is recomputed: %s %s", reading.request_id, outcome, reading.fetch.detail)
+            text = (reading.request_id, outcome, reading.fetch.detail)
+            if reading.direction == HISTORY:
+                # An everyday thing: turns are kept for a time only.
+                logger.info("kvshuttle: %s is recomputed: %s %s", *text)
+            else:
+                logger.warning("kvshuttle: %s is recomputed: %s %s", *text)
 
     def _count_push(self, intake: Intake, outcome: Outcome | PushOutcome) -> None:
         """Where a fetch took over, both have an outcome."""
