@@ -73,6 +73,7 @@ def test_every_request_is_admitted_and_answered_in_the_same_step_as_if_nothing_w
             engine.add(requests[index], prompt_of(number, num_tokens), max_tokens=max_tokens)
     seen = {engine: {} for engine in (keeping, plain)}
     while not (keeping.has_finished(*requests) and plain.has_finished(*requests)):
+        assert abs(keeping.num_steps - plain.num_steps) < 50, "one of the two goes on without the other"
         for engine, steps in seen.items():
             engine.step()
             for request_id in requests:
@@ -145,6 +146,7 @@ def test_nothing_gives_way_for_a_request_that_would_not_fit_anyway(full):
     engine.add("runner", prompt_of(100, 40 * BLOCK_SIZE), max_tokens=300)
     for _ in range(8):
         engine.step()
+    assert engine.answers["runner"].tokens
     left = handles(engine)
     engine.add("too much", prompt_of(101, 70 * BLOCK_SIZE), max_tokens=2)
     for _ in range(5):

@@ -73,6 +73,17 @@ def test_from_the_second_turn_on_only_what_is_new_is_computed(make_pair, mode, s
     assert pair.sink.count("retentions", "released") == 1
 
 
+@pytest.mark.parametrize("num_answer", range(26, 31))
+def test_the_last_token_of_an_answer_has_no_kv_also_where_it_would_fill_a_block(make_pair, num_answer):
+    pair = make_pair(source=NO_CACHE, sink=ROOMY)
+    talk = Conversation(pair)
+    first = talk.turn(FIRST, max_tokens=num_answer)
+    assert retained(pair.sink) == (1, 8 if num_answer > 28 else 7)
+    second = talk.turn([*first.history, *NEW])
+    assert second.num_computed == len(second.prompt) - first.num_kept
+    let_go(pair, talk)
+
+
 def test_local_hits_and_fetched_tokens_are_told_apart(make_pair):
     pair = make_pair(source=ROOMY, sink=ROOMY)
     talk = Conversation(pair)
