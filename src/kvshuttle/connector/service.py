@@ -45,7 +45,9 @@ class Load(NamedTuple):
 class SideChannelService:
     """Answers peers and routers. ``answer`` runs in the side channel's thread."""
 
-    def __init__(self, card: EngineCard, holder: Holder, pusher: Pusher, *, lock: threading.RLock, load: Callable[[], Load]) -> None:
+    def __init__(
+        self, card: EngineCard, holder: Holder, pusher: Pusher, *, lock: threading.RLock, load: Callable[[], Load]
+    ) -> None:
         self._card = card
         self._pusher = pusher
         self._holder = holder

@@ -295,7 +295,18 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
 
 
 def _plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: int, python: str) -> ProcessPlan:
-    argv = [python, "-m", "kvshuttle", "router", "--host", config.host, "--port", str(port), "--mode", config.mode.value]
+    argv = [
+        python,
+        "-m",
+        "kvshuttle",
+        "router",
+        "--host",
+        config.host,
+        "--port",
+        str(port),
+        "--mode",
+        config.mode.value,
+    ]
     for engine in engines:
         argv += [f"--{engine.role}", f"{engine.url},{engine.side_address}"]
     argv += config.router_args
