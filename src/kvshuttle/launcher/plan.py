@@ -291,6 +291,8 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
         env["VLLM_CPU_OMP_THREADS_BIND"] = bound or "nobind"
         # For the processes beside the workers, which get their own number from the binding.
         env["OMP_NUM_THREADS"] = "1"
+        # Engines that wait must not take the cores of those that compute: kvshuttle.connector.quiet_waits.
+        env["KVSHUTTLE_QUIET_WAITS"] = "1"
     return env
 
 
