@@ -14,6 +14,7 @@ STREAMED = {**BODY, "stream": True}
 def one(request):
     with cluster(mode=request.param) as running:
         yield running
+        running.wait_until_nothing_is_left()
 
 
 def gone(one, window: str) -> bool:
