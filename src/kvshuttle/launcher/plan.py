@@ -299,6 +299,7 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
 def plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: int, python: str) -> ProcessPlan:
     """Plan a router for ``engines``, which need not be all that run."""
     argv = [python, "-m", "kvshuttle", "router", "--host", config.host, "--port", str(port)]
+    argv += ["--mode", config.mode.value]
     for engine in engines:
         argv += [f"--{engine.role}", f"{engine.url},{engine.side_address}"]
     argv += config.router_args
