@@ -118,8 +118,10 @@ def check_handles(one) -> None:
     """Every transfer was either fetched by a decode leg that got its answer begun, or given back."""
     prefill_ids = [call.leg["transfer_id"] for engine in one.prefills for call in engine.calls]
     assert len(prefill_ids) == len(set(prefill_ids))
-    decoded = {call.leg["transfer_id"] for engine in one.decodes for call in engine.calls if call.leg}
-    assert decoded <= set(prefill_ids)
+    legs = [call for engine in one.decodes for call in engine.calls if call.leg]
+    decoded = {call.leg["transfer_id"] for call in legs if not call.was_aborted}
+    # A pushed decode leg may be on its way before its prefill leg, and alone when its client leaves just then.
+    assert {call.leg["transfer_id"] for call in legs if call.leg["mode"] == "pull"} <= set(prefill_ids)
 
     def left_over() -> set[str]:
         released = {handle for engine in one.prefills for handle in engine.released}

@@ -53,20 +53,22 @@ class PushPair:
         leg = DecodeLeg(dispatch.transfer_id, peer_of(self._prefill), Mode.PUSH)
         with closing(DecodeCall(trip, self._decode, leg)) as call:
             call.expect(after_s=prefill_timeout_s)
-            prefilling = self._start_prefill(dispatch, prefill_timeout_s)
-            beginning = asyncio.create_task(call.begin())
-            is_served = False
-            try:
-                refusal = await self._until_begun(call, prefilling, beginning)
-                if refusal is not None:
-                    return refusal
+            return await self._run_both(call, dispatch, prefill_timeout_s)
+
+    async def _run_both(self, call: DecodeCall, dispatch: Dispatch, prefill_timeout_s: float) -> Answer | None:
+        prefilling = self._start_prefill(dispatch, prefill_timeout_s)
+        beginning = asyncio.create_task(call.begin())
+        is_served = False
+        try:
+            refusal = await self._until_begun(call, prefilling, beginning)
+            if refusal is None:
                 is_served = await self._deliver(call, beginning.result())
-            finally:
-                if not is_served:
-                    await _stop(prefilling, beginning)
-                    if dispatch.is_running:
-                        trip.release()
-        return None
+            return refusal
+        finally:
+            if not is_served:
+                await _stop(prefilling, beginning)
+                if dispatch.is_running:
+                    self._trip.release()
 
     def _start_prefill(self, dispatch: Dispatch, timeout_s: float) -> Prefilling:
         prefilling = asyncio.create_task(run_prefill(self._trip, dispatch, Mode.PUSH, timeout_s))
