@@ -470,10 +470,19 @@ NUM_PARTS = 10
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_push_for_long(part: int) -> None:
+def test_push_through_twenty_thousand_stories(part: int) -> None:
     """20,000 examples. In parts, because Hypothesis keeps all examples of a run in memory, some gigabytes of them."""
-    examples = settings(settings.get_profile("long"), max_examples=20_000 // NUM_PARTS)
-    run_state_machine_as_test(PushMachine, settings=examples)
+
+    class Counted(PushMachine):
+        num_stories = 0
+
+        def teardown(self) -> None:
+            super().teardown()
+            Counted.num_stories += 1
+
+    num_examples = 20_000 // NUM_PARTS
+    run_state_machine_as_test(Counted, settings=settings(settings.get_profile("long"), max_examples=num_examples))
+    assert Counted.num_stories >= num_examples
 
 
 WORK = ["chunk", "chunk", "preempt", "roll back", "messages", "message", "order", "note", "fact", "post", "land", "end"]
