@@ -143,7 +143,7 @@ def plan_fleet(
     ]
     engines = plan_engines(settings, config, model, machine, ports, python)
     router_port = config.port or next(ports)
-    router = _plan_router(engines, config, router_port, python)
+    router = plan_router(engines, config, router_port, python)
     return FleetPlan(served_name(config), engines, router)
 
 
@@ -296,19 +296,10 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
     return env
 
 
-def _plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: int, python: str) -> ProcessPlan:
-    argv = [
-        python,
-        "-m",
-        "kvshuttle",
-        "router",
-        "--host",
-        config.host,
-        "--port",
-        str(port),
-        "--mode",
-        config.mode.value,
-    ]
+def plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: int, python: str) -> ProcessPlan:
+    """Plan a router for ``engines``, which need not be all that run."""
+    argv = [python, "-m", "kvshuttle", "router", "--host", config.host, "--port", str(port)]
+    argv += ["--mode", config.mode.value]
     for engine in engines:
         argv += [f"--{engine.role}", f"{engine.url},{engine.side_address}"]
     argv += config.router_args
