@@ -8,8 +8,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-CONFIG_KEY = "kvshuttle_emulate"
-"""Our part of vLLM's ``--additional-config``: ``trace_dir``, and ``nixl_progress_thread`` for vLLM's connectors."""
+from kvshuttle.emulate.settings import CONFIG_KEY
 
 
 class EmulatedWorker(CPUWorker):
