@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ def intervals(passes: Sequence[Pass], keys: Collection[str], *, start_s: float, 
         for forward in passes
         if start_s <= forward.start_s <= end_s and set(keys) <= {request.key for request in forward.requests}
     ]
-    return [later - earlier for earlier, later in zip(inside, inside[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
 
 def _fault(key: str, ends: dict[str, float], first: Pass | None) -> str:

@@ -1,4 +1,4 @@
-"""`kvshuttle bench handoff`: a pair of engines for each system, all cells on it, everything written down as it comes."""
+"""`kvshuttle bench handoff`: a pair of engines for each system, all cells on it, each written down when it is done."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
+from kvshuttle.bench.run_files import FACTS_FILE, PLAN_FILE, RECORDS_FILE
 from kvshuttle.bench.systems import SYSTEMS, Places, Protocol, System, plan_pair
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
@@ -36,10 +37,6 @@ from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-PLAN_FILE = "plan.json"
-RECORDS_FILE = "records.jsonl"
-FACTS_FILE = "facts.json"
 
 _SETTLE_S = 0.15
 """Pause between rounds, so that leases and notifications of one do not fall into the next."""
@@ -86,8 +83,8 @@ class _Run:
         return self.out_dir / RECORDS_FILE
 
 
-def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """Measure what is not measured yet in ``out_dir``. Returns the exit code.
+def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Measure what is not measured yet in ``out_dir``.
 
     Raises ``ConfigError`` when the directory holds a run with other knobs, ``LaunchFailed`` when engines do not start.
     """
@@ -108,7 +105,6 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
     for name, cells in waiting.items():
         if cells:
             _measure_system(SYSTEMS[SystemName(name)], cells, run)
-    return 0
 
 
 def effective_profile(plan: HandoffPlan) -> Profile:
@@ -188,7 +184,9 @@ class _Bench:
             time.sleep(_QUIET_WINDOW_S)
             windows["idle"] = began_at_s, now_s()
             windows["prefill"] = self._prefill_alone(cell, rng)
-        prompts = {_key(prompt): prompt for prompt in (_prompt(rng, cell.prompt_tokens) for _ in range(cell.concurrency))}
+        prompts = {
+            _key(prompt): prompt for prompt in (_prompt(rng, cell.prompt_tokens) for _ in range(cell.concurrency))
+        }
         self.prefill_trace.take()
         with ThreadPoolExecutor(cell.concurrency) as executor:
             waiting = {

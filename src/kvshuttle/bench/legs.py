@@ -87,7 +87,9 @@ def send(
         **extra,
     }
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
-    connection.request("POST", _PATH, json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})})
+    connection.request(
+        "POST", _PATH, json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})}
+    )
     return connection
 
 

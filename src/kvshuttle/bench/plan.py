@@ -117,7 +117,8 @@ class HandoffPlan:
         unknown = sorted(set(values) - {knob.name for knob in fields(cls)})
         if unknown:
             raise ConfigError(f"{unknown[0]}: unknown key")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        knobs: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        return cls(**knobs)
 
 
 BACKGROUND_TOKENS = 2048

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line for each hand-off, for each measure of decode pace, and for each finished cell."""
+"""What a run writes down, one JSON line each: hand-offs, measures of decode pace, finished cells."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.uint64]
     Pages = NDArray[np.int64]
+    BlockIds = Sequence[int] | NDArray[np.int32]
 
 UNWRITTEN = 0x5A5A5A5A5A5A5A5A
 """What pages hold before anything is written."""
@@ -84,8 +85,8 @@ class Stamps:
         for pages in self._layers:
             pages.fill(UNWRITTEN)
 
-    def write(self, sums: Words, block_ids: Sequence[int], *, start: int) -> None:
-        """Stamp the positions from ``start`` on, whose prefix sums are ``sums``. ``block_ids``: the request's blocks."""
+    def write(self, sums: Words, block_ids: BlockIds, *, start: int) -> None:
+        """Stamp positions from ``start`` on, whose prefix sums are ``sums``. ``block_ids``: the request's blocks."""
         words = mix(sums)
         size = self._block_size
         end = start + len(sums)
@@ -96,7 +97,7 @@ class Stamps:
             for pages, salts in zip(self._layers, self._salts, strict=True):
                 pages[block_ids[index], :, place, 0] = (rows[None, :] ^ salts[:, None]).view(np.int64)
 
-    def check(self, sums: Words, block_ids: Sequence[int]) -> Mismatch | None:
+    def check(self, sums: Words, block_ids: BlockIds) -> Mismatch | None:
         """Compare every position from 0 on, whose prefix sums are ``sums``. None when all of it is right."""
         words = mix(sums)
         num_full = len(words) // self._block_size
@@ -107,7 +108,7 @@ class Stamps:
                 return wrong
         return None
 
-    def _check_full(self, layer: int, words: Words, block_ids: Sequence[int]) -> Mismatch | None:
+    def _check_full(self, layer: int, words: Words, block_ids: BlockIds) -> Mismatch | None:
         """Whole blocks, all at once: this is most of the work."""
         if not len(block_ids):
             return None
@@ -120,7 +121,7 @@ class Stamps:
         position = index * self._block_size + offset
         return Mismatch(layer, index, int(block_ids[index]), position, int(wrong.sum()))
 
-    def _check_tail(self, layer: int, words: Words, block_ids: Sequence[int], index: int) -> Mismatch | None:
+    def _check_tail(self, layer: int, words: Words, block_ids: BlockIds, index: int) -> Mismatch | None:
         """The last block, where it is not full."""
         tail = words[index * self._block_size :]
         if not len(tail):
