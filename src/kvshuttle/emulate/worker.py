@@ -22,7 +22,10 @@ class EmulatedWorker(CPUWorker):
             _switch_progress_thread_off()
         super().initialize_from_config(*args, **kwargs)
         trace_dir = options.get("trace_dir")
-        trace_path = Path(trace_dir) / f"worker-{os.getpid()}.jsonl" if trace_dir else None
+        trace_path = None
+        if trace_dir:
+            trace_path = Path(trace_dir) / f"worker-{os.getpid()}.jsonl"
+            trace_path.parent.mkdir(parents=True, exist_ok=True)
         self.model_runner.get_model().attach(self.model_runner.input_batch, trace_path)
 
     def _options(self) -> dict[str, Any]:
