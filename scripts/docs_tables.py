@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "docs" / "operations.md", ROOT / "ARCHITECTURE.md")
 PACKAGE = ROOT / "src" / "kvshuttle"
 STATS = PACKAGE / "connector" / "stats.py"
-FLOORS = ("", "handoff", "policy", "transport", "connector", "router", "launcher", "emulate", "bench")
+FLOORS = ("", "config", "handoff", "policy", "transport", "connector", "router", "launcher", "emulate", "bench")
 MARKED = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvshuttle
 from kvshuttle.bench.plan import HandoffPlan
-from kvshuttle.config import Device, LauncherConfig, RouterConfig, secret_from
+from kvshuttle.config import Device, LauncherConfig, ModeChoice, RouterConfig, secret_from
 from kvshuttle.errors import ConfigError, KvshuttleError
 
 if TYPE_CHECKING:
@@ -207,8 +207,9 @@ def launcher_config_from(args: argparse.Namespace) -> LauncherConfig:
             values[name] = tuple(word for text in values[name] for word in _split(_UP_OPTION_NAMES[name], text))
     if "connector_options" in values:
         values["connector_options"] = dict(_parse_option(text) for text in values["connector_options"])
-    if "device" in values:
-        values["device"] = Device(values["device"])
+    for name, kind in (("device", Device), ("mode", ModeChoice)):
+        if name in values:
+            values[name] = kind(values[name])
     return LauncherConfig(**values)
 
 

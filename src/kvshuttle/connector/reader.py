@@ -190,6 +190,11 @@ class Reader:
         """Whether vLLM waits for this request's load."""
         return request_id in self._loads
 
+    @property
+    def num_loading(self) -> int:
+        """Requests whose loads vLLM waits for."""
+        return len(self._loads)
+
     def has_failed(self, request_id: str) -> bool:
         """Whether a worker reported this load as failed."""
         load = self._loads.get(request_id)

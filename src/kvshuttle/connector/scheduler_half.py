@@ -20,7 +20,7 @@ from kvshuttle.connector.holder import Holder
 from kvshuttle.connector.pusher import Pusher
 from kvshuttle.connector.reader import Reader
 from kvshuttle.connector.readings import EngineClock
-from kvshuttle.connector.service import SideChannelService
+from kvshuttle.connector.service import Load, SideChannelService
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshuttle.errors import LocalProtocolError
@@ -310,11 +310,18 @@ class SchedulerHalf:
             return None
         return token_chain(token_ids, self._block_size_tokens, vllm_compat.content_identity(request))
 
-    def _load(self) -> tuple[int, int, int, int]:
+    def _load(self) -> Load:
         num_running = min(self._num_running, len(self._live_requests))
         pool = self._pool
         num_blocks, num_free = (pool.num_gpu_blocks, pool.get_num_free_blocks()) if pool is not None else (0, 0)
-        return num_running, len(self._live_requests) - num_running, num_blocks, num_free
+        return Load(
+            num_running=num_running,
+            num_waiting=len(self._live_requests) - num_running,
+            num_loading=self._reader.num_loading if self._reader is not None else 0,
+            num_slots=int(self._vllm_config.scheduler_config.max_num_seqs),
+            num_blocks=num_blocks,
+            num_free_blocks=num_free,
+        )
 
     def _answer(self, message: Message) -> Message | None:
         return self._service.answer(message) if self._service is not None else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvshuttle.clock import now_s
 from kvshuttle.handoff.messages import (
@@ -24,20 +23,31 @@ from kvshuttle.handoff.messages import (
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     from kvshuttle.connector.holder import Holder
     from kvshuttle.connector.pusher import Pusher
     from kvshuttle.connector.stats import ShuttleStats
     from kvshuttle.handoff.cards import EngineCard
 
-Load = Callable[[], tuple[int, int, int, int]]
-"""Running requests, waiting requests, blocks, free blocks."""
+
+class Load(NamedTuple):
+    """How much of an engine is in use, as its scheduler half sees it."""
+
+    num_running: int
+    num_waiting: int
+    num_loading: int
+    num_slots: int
+    num_blocks: int
+    num_free_blocks: int
 
 
 class SideChannelService:
     """Answers peers and routers. ``answer`` runs in the side channel's thread."""
 
-    def __init__(self, card: EngineCard, holder: Holder, pusher: Pusher, *, lock: threading.RLock, load: Load) -> None:
+    def __init__(
+        self, card: EngineCard, holder: Holder, pusher: Pusher, *, lock: threading.RLock, load: Callable[[], Load]
+    ) -> None:
         self._card = card
         self._pusher = pusher
         self._holder = holder
@@ -95,15 +105,17 @@ class SideChannelService:
     def _status(self) -> StatusReport:
         # An idle engine runs no hook, so what has ended by now would still look held.
         self._holder.expire(now_s())
-        num_running, num_waiting, num_blocks, num_free_blocks = self._load()
+        load = self._load()
         return StatusReport(
             engine_id=self._card.engine_id,
             incarnation=self._card.incarnation,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_blocks=num_blocks,
-            num_free_blocks=num_free_blocks + self._holder.num_returnable_blocks(),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks + self._holder.num_returnable_blocks(),
             num_held_blocks=self._ledger.num_held_blocks,
             num_holdings=self._ledger.num_holdings,
             num_leases=self._ledger.num_leases,
+            num_loading=load.num_loading,
+            num_slots=load.num_slots,
         )

@@ -1,4 +1,4 @@
-"""How an emulated engine is told what to do: a part of vLLM's ``--additional-config``, and one variable."""
+"""How an emulated engine is told what to do: a part of vLLM's ``--additional-config``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from typing import Any
 
 CONFIG_KEY = "kvshuttle_emulate"
 """Our part of ``--additional-config``."""
-
-QUIET_VARIABLE = "KVSHUTTLE_EMULATE_QUIET"
-"""Set: vLLM's processes sleep while they wait for each other's messages. Its busy waiting would take the cores that
-emulated accelerators leave free."""
 
 
 def additional_config(*, trace_dir: str | None = None, nixl_progress_thread: bool | None = None) -> dict[str, Any]:

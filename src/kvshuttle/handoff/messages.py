@@ -223,6 +223,10 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     num_held_blocks: int
     num_holdings: int
     num_leases: int
+    num_loading: int = 0
+    """Waiting requests that have their blocks already, and wait for KV to arrive in them."""
+    num_slots: int = 0
+    """Requests that the engine may run at a time; 0 when it does not say."""
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy"):

@@ -37,8 +37,10 @@ class EngineView(msgspec.Struct, frozen=True):
     """What the router believes of one engine at one instant.
 
     ``outstanding_*``: dispatched by this router and not answered. ``reported_requests``: running and waiting by the
-    engine's own report, other routers' included. ``models``: names it serves, None when unknown. ``peers``: names of
-    the engines of the other role that are up and whose KV it can exchange.
+    engine's own report, other routers' included; ``num_queued``: those of them that wait for room, not for their KV.
+    ``num_slots``: how many it runs at a time, 0 when unknown, as ``num_blocks`` and ``block_size_tokens`` may be.
+    ``models``: names it serves, None when unknown. ``peers``: names of the engines of the other role that are up and
+    whose KV it can exchange.
     """
 
     name: str
@@ -47,9 +49,23 @@ class EngineView(msgspec.Struct, frozen=True):
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
     reported_requests: int = 0
-    free_blocks_fraction: float = 1.0
+    num_queued: int = 0
+    num_slots: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    block_size_tokens: int = 0
     models: frozenset[str] | None = None
     peers: frozenset[str] = frozenset()
+
+    @property
+    def load(self) -> int:
+        """Requests that it has, by our own count or its report, whichever knows of more."""
+        return max(self.outstanding_requests, self.reported_requests)
+
+    @property
+    def free_blocks_fraction(self) -> float:
+        """Share of its KV cache that is free; 1 when unknown."""
+        return self.num_free_blocks / self.num_blocks if self.num_blocks else 1.0
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -81,10 +97,16 @@ def place_decode(
     return _place(views, model, lambda view: source is None or source in view.peers, avoid, _decode_score, draw)
 
 
+def able_decodes(
+    views: Sequence[EngineView], *, model: str, source: str, avoid: Collection[str]
+) -> Sequence[EngineView]:
+    """Those decode engines that ``place_decode`` would choose from; empty when there is none."""
+    return _soft_filtered([view for view in _serving(views, model) if source in view.peers], avoid)[0]
+
+
 def _decode_score(view: EngineView) -> float:
-    load = max(view.outstanding_requests, view.reported_requests)
     shortage = 1.0 - min(view.free_blocks_fraction, _LOW_FREE_FRACTION) / _LOW_FREE_FRACTION
-    return (1.0 - _NO_BLOCKS_PENALTY * shortage) / (1.0 + load)
+    return (1.0 - _NO_BLOCKS_PENALTY * shortage) / (1.0 + view.load)
 
 
 def _place(
@@ -95,23 +117,31 @@ def _place(
     score: Callable[[EngineView], float],
     draw: float,
 ) -> Placement:
-    up = [view for view in views if view.is_up]
-    if not up:
+    if not any(view.is_up for view in views):
         return Placement(None, PlacementReason.NO_ENGINE_UP)
-    serving = [view for view in up if not model or view.models is None or model in view.models]
+    serving = _serving(views, model)
     if not serving:
         return Placement(None, PlacementReason.MODEL_NOT_SERVED)
     able = [view for view in serving if is_pairable(view)]
     if not able:
         return Placement(None, PlacementReason.NO_COMPATIBLE_PAIR)
-    fresh = [view for view in able if view.name not in avoid]
-    sound = [view for view in fresh if not view.is_quarantined]
-    candidates = sound or fresh or able
+    candidates, is_sound = _soft_filtered(able, avoid)
     winner = _highest(candidates, score, draw)
-    if not sound:
+    if not is_sound:
         return Placement(winner.name, PlacementReason.LAST_RESORT)
     reason = PlacementReason.ONLY_CANDIDATE if len(candidates) == 1 else PlacementReason.LEAST_LOADED
     return Placement(winner.name, reason)
+
+
+def _serving(views: Sequence[EngineView], model: str) -> list[EngineView]:
+    return [view for view in views if view.is_up and (not model or view.models is None or model in view.models)]
+
+
+def _soft_filtered(able: Sequence[EngineView], avoid: Collection[str]) -> tuple[Sequence[EngineView], bool]:
+    """Those with nothing against them, else the next best; and whether there is nothing against them."""
+    fresh = [view for view in able if view.name not in avoid]
+    sound = [view for view in fresh if not view.is_quarantined]
+    return sound or fresh or able, bool(sound)
 
 
 def _highest(views: Sequence[EngineView], score: Callable[[EngineView], float], draw: float) -> EngineView:

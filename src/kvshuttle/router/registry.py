@@ -99,7 +99,7 @@ class Engine:
             exchange.fail(FailureReason.ENGINE_DOWN, f"{self.name} stopped answering")
 
     def _snapshot(self, is_quarantined: bool) -> EngineView:  # noqa: FBT001 - the one private caller names it
-        report = self.report
+        report, card = self.report, self.card
         return EngineView(
             name=self.name,
             is_up=self.is_up,
@@ -107,7 +107,11 @@ class Engine:
             outstanding_requests=self.outstanding_requests,
             outstanding_tokens=self.outstanding_tokens,
             reported_requests=report.num_running + report.num_waiting if report else 0,
-            free_blocks_fraction=report.num_free_blocks / report.num_blocks if report and report.num_blocks else 1.0,
+            num_queued=max(report.num_waiting - report.num_loading, 0) if report else 0,
+            num_slots=report.num_slots if report else 0,
+            num_blocks=report.num_blocks if report else 0,
+            num_free_blocks=report.num_free_blocks if report else 0,
+            block_size_tokens=card.fingerprint.block_size_tokens if card else 0,
             models=self.models,
             peers=self.peers,
         )

@@ -68,13 +68,13 @@ def test_the_decode_engine_with_the_least_load_wins_by_the_greater_of_own_and_re
 
 
 def test_a_decode_engine_that_runs_out_of_blocks_loses_to_one_with_somewhat_more_load():
-    full = replace(D0, outstanding_requests=2, free_blocks_fraction=0.0)
+    full = replace(D0, outstanding_requests=2, num_blocks=100, num_free_blocks=0)
     assert decode(full, replace(D1, outstanding_requests=4)).engine == "d1"
     assert decode(full, replace(D1, outstanding_requests=6)).engine == "d0"
 
 
 def test_free_blocks_do_not_matter_while_there_are_enough():
-    assert decode(replace(D0, free_blocks_fraction=0.1), replace(D1, outstanding_requests=1)).engine == "d0"
+    assert decode(replace(D0, num_blocks=100, num_free_blocks=10), replace(D1, outstanding_requests=1)).engine == "d0"
 
 
 def test_a_decode_engine_must_be_able_to_read_from_the_source():
