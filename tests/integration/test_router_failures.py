@@ -185,6 +185,16 @@ def test_a_stream_that_dies_ends_with_an_error_event_and_neither_done_nor_a_last
         assert len(one.prefills[0].calls) == 1
 
 
+@pytest.mark.parametrize("end", ["reset", "hang"])
+def test_a_stream_that_dies_after_its_last_event_was_whole(end):
+    with cluster(idle_timeout_s=0.3) as one:
+        one.decodes[0].script.append(stream(DEFAULT_EVENTS, then=end))
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
+        assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 0
+        # Its connection is not used again.
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
+
+
 def test_a_slow_stream_is_not_an_idle_one():
     with cluster(idle_timeout_s=0.5, first_byte_timeout_s=0.3) as one:
         one.decodes[0].script.append(stream([*DEFAULT_EVENTS, *DEFAULT_EVENTS], gap_s=0.2))
