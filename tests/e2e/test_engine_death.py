@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +14,7 @@ import pytest
 
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck
 from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, parse_result, to_params
-from support.live import BLOCK_SIZE_TOKENS, MODEL_NAME, Answer, difference, get, post
+from support.live import BLOCK_SIZE_TOKENS, HAND_OFFS, MODEL_NAME, Answer, difference, get, post
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 
 ANSWER_WITHIN_S = 15.0
 KV_MOVES_WITHIN_S = 30.0
+SUSPENDED_ANSWER_WITHIN_S = 45.0
+"""The deadlines of a push, and the time that the decode engine needs for the prompt."""
+MODES = ("pull", "push")
+NUM_CHURN = 4
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +41,9 @@ def completion(live: Live, num_tokens: int, *, max_tokens: int = 8) -> dict[str,
     return {"model": MODEL_NAME, "prompt": live.token_ids(num_tokens), "max_tokens": max_tokens, "temperature": 0}
 
 
-def ask_within(live: Live, body: dict[str, object], deadline_s: float) -> Answer:
+def ask_within(live: Live, body: dict[str, object], deadline_s: float, *, mode: str) -> Answer:
     started_at_s = time.monotonic()
-    answer = live.ask("/v1/completions", body)
+    answer = live.ask("/v1/completions", body, mode=mode)
     assert time.monotonic() - started_at_s < deadline_s
     return answer
 
@@ -55,40 +62,49 @@ def assert_alive(live: Live, *names: str) -> None:
     assert "router" not in live.fleet.dead()
 
 
-def assert_kv_moves_again(live: Live, name: str) -> None:
+def assert_kv_moves_again(live: Live, name: str, *, mode: str) -> None:
     """Start the engine at its old ports, touch nothing else, and see KV move within the deadline."""
     live.fleet.restart(name, timeout_s=300)
+    wait_until_kv_moves(live, mode=mode)
+
+
+def wait_until_kv_moves(live: Live, *, mode: str) -> None:
     deadline_at_s = time.monotonic() + KV_MOVES_WITHIN_S
     while True:
         body = completion(live, 2 * BLOCK_SIZE_TOKENS)
-        before = live.metrics("decode-0").moved()
-        answer = live.ask("/v1/completions", body)
-        moved = difference(live.metrics("decode-0").moved(), before)
-        if answer.status == 200 and moved["read_ok"] == 1:
+        before = live.moved()
+        answer = live.ask("/v1/completions", body, mode=mode)
+        moved = difference(live.moved(), before)
+        if answer.status == 200 and moved[HAND_OFFS[mode]] == 1:
             assert answer.gist == live.ask_plain("/v1/completions", body).gist
             break
         assert time.monotonic() < deadline_at_s, (answer.status, moved)
     assert live.wait_settled(timeout_s=15) == {}
 
 
-def test_killing_an_idle_prefill_engine(live: Live) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_killing_an_idle_prefill_engine(live: Live, mode: str) -> None:
     live.fleet.kill("prefill-0")
     body = completion(live, 2 * BLOCK_SIZE_TOKENS)
-    assert_right_or_5xx(live, body, ask_within(live, body, ANSWER_WITHIN_S))
+    assert_right_or_5xx(live, body, ask_within(live, body, ANSWER_WITHIN_S, mode=mode))
     assert_alive(live, "decode-0")
-    assert_kv_moves_again(live, "prefill-0")
+    assert_kv_moves_again(live, "prefill-0", mode=mode)
 
 
-def test_killing_the_prefill_engine_while_it_prefills(live: Live) -> None:
-    body = completion(live, 1500)
+@pytest.mark.parametrize("mode", MODES)
+def test_killing_the_prefill_engine_while_it_prefills(live: Live, mode: str) -> None:
+    body = completion(live, 1900)
+    before = live.pushed()["streamed"]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(live.ask, "/v1/completions", body)
+        asked = pool.submit(live.ask, "/v1/completions", body, mode=mode)
         wait_until_running(live, "prefill-0")
+        if mode == "push":
+            wait_until_streaming(live, before)
         live.fleet.kill("prefill-0")
         answer = asked.result(timeout=ANSWER_WITHIN_S)
     assert_right_or_5xx(live, body, answer)
     assert_alive(live, "decode-0")
-    assert_kv_moves_again(live, "prefill-0")
+    assert_kv_moves_again(live, "prefill-0", mode=mode)
 
 
 def test_killing_the_prefill_engine_between_its_answer_and_the_read(live: Live) -> None:
@@ -103,7 +119,7 @@ def test_killing_the_prefill_engine_between_its_answer_and_the_read(live: Live) 
     )
     assert parse_result(prefilled.body["kv_transfer_params"]) is not None
     live.fleet.kill("prefill-0")
-    before = live.metrics("decode-0").moved()
+    before = live.moved()
     started_at_s = time.monotonic()
     answer = post(
         live.engine_url("decode-0"),
@@ -112,29 +128,82 @@ def test_killing_the_prefill_engine_between_its_answer_and_the_read(live: Live) 
     )
     assert time.monotonic() - started_at_s < ANSWER_WITHIN_S
     assert answer.gist == live.ask_plain("/v1/completions", body).gist
-    moved = difference(live.metrics("decode-0").moved(), before)
+    moved = difference(live.moved(), before)
     assert moved["transfers"] == 1
     assert moved["read_ok"] == 0
     assert_alive(live, "decode-0")
-    assert_kv_moves_again(live, "prefill-0")
+    assert_kv_moves_again(live, "prefill-0", mode="pull")
 
 
-@pytest.mark.parametrize("moment", ["idle", "decoding"])
-def test_killing_the_decode_engine(live: Live, moment: str) -> None:
-    body = completion(live, 2 * BLOCK_SIZE_TOKENS, max_tokens=400 if moment == "decoding" else 8)
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [("pull", "idle"), ("pull", "decoding"), ("push", "idle"), ("push", "decoding"), ("push", "being written to")],
+)
+def test_killing_the_decode_engine(live: Live, mode: str, moment: str) -> None:
+    num_tokens = 1900 if moment == "being written to" else 2 * BLOCK_SIZE_TOKENS
+    body = completion(live, num_tokens, max_tokens=400 if moment == "decoding" else 8)
+    before = live.pushed()["streamed"]
     if moment == "idle":
         live.fleet.kill("decode-0")
-        answer = ask_within(live, body, ANSWER_WITHIN_S)
+        answer = ask_within(live, body, ANSWER_WITHIN_S, mode=mode)
     else:
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(live.ask, "/v1/completions", body)
-            wait_until_running(live, "decode-0")
+            asked = pool.submit(live.ask, "/v1/completions", body, mode=mode)
+            if moment == "decoding":
+                wait_until_running(live, "decode-0")
+            else:
+                wait_until_streaming(live, before)
             live.fleet.kill("decode-0")
             answer = asked.result(timeout=ANSWER_WITHIN_S)
     assert 500 <= answer.status < 600, answer.raw
     assert answer.body["error"]["message"]
     assert_alive(live, "prefill-0")
-    assert_kv_moves_again(live, "decode-0")
+    assert_kv_moves_again(live, "decode-0", mode=mode)
+
+
+@pytest.mark.parametrize("num_stops", [1, 2])
+def test_suspending_the_prefill_engine_for_longer_than_every_deadline(live: Live, num_stops: int) -> None:
+    """It wakes up with writes to do, into blocks that others could have by now: nobody's answer may show them."""
+    for _ in range(num_stops):
+        body = completion(live, 1900)
+        before = live.pushed()["streamed"]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(live.ask, "/v1/completions", body, mode="push")
+            wait_until_streaming(live, before)
+            with suspended(live, "prefill-0"):
+                assert_right_or_5xx(live, body, asked.result(timeout=SUSPENDED_ANSWER_WITHIN_S))
+                assert_churn_is_right(live)
+        assert_churn_is_right(live)
+    wait_until_kv_moves(live, mode="push")
+    assert_alive(live, "prefill-0", "decode-0")
+
+
+@contextlib.contextmanager
+def suspended(live: Live, name: str) -> Iterator[None]:
+    """All processes of an engine, as by SIGSTOP to its group."""
+    group = live.fleet.pid(name)
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGCONT)
+
+
+def assert_churn_is_right(live: Live) -> None:
+    """Requests that take every block that is free on the decode engine, asked past the router, answer rightly."""
+    bodies = [completion(live, 1500) for _ in range(NUM_CHURN)]
+    for body in bodies:
+        answer = post(live.engine_url("decode-0"), "/v1/completions", body)
+        assert answer.status == 200, answer.raw
+        assert answer.gist == live.ask_plain("/v1/completions", body).gist
+
+
+def wait_until_streaming(live: Live, before_bytes: float, *, timeout_s: float = 20.0) -> None:
+    """Until the prefill engine has written a first chunk of a prompt that it still computes."""
+    deadline_at_s = time.monotonic() + timeout_s
+    while live.pushed()["streamed"] == before_bytes:
+        assert time.monotonic() < deadline_at_s, "nothing was streamed"
+        threading.Event().wait(0.02)
 
 
 def wait_until_running(live: Live, name: str, *, timeout_s: float = 10.0) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, MODEL_NAME, difference
+from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, HAND_OFFS, MODEL_NAME, difference
 
 if TYPE_CHECKING:
     from support.live import Answer, Live
@@ -45,63 +45,84 @@ def assert_equal(answer: Answer, reference: Answer) -> None:
     assert answer.gist == reference.gist
 
 
-@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_an_answer_equals_the_plain_engines_and_its_kv_moved(
-    live: Live, endpoint: str, length: str, is_streamed: bool
+def assert_handed_off(
+    live: Live, mode: str, path: str, body: dict[str, Any], *, num_tokens: int, bytes_per_token: int
 ) -> None:
-    num_tokens = LENGTHS[length]
-    path, body = request_for(live, endpoint, num_tokens, is_streamed=is_streamed)
-    before = live.metrics("decode-0").moved()
-    answer = live.ask(path, body)
-    moved = difference(live.metrics("decode-0").moved(), before)
+    """The answer is the plain engine's, and its prompt's KV moved in the way that was asked for, and only once."""
+    before = live.moved()
+    answer = live.ask(path, body, mode=mode)
+    moved = difference(live.moved(), before)
     assert_equal(answer, live.ask_plain(path, body))
     assert answer.usage is not None
     assert answer.usage["prompt_tokens"] == num_tokens
-    assert moved["read_ok"] == moved["transfers"] == 1
+    assert moved[HAND_OFFS[mode]] == moved["transfers"] == 1
     assert moved["tokens"] == num_tokens
-    assert moved["bytes"] >= num_tokens * KV_BYTES_PER_TOKEN
+    assert moved["bytes"] >= num_tokens * bytes_per_token
     assert live.wait_settled(timeout_s=10) == {}
 
 
-def test_a_repeated_prompt_reads_only_what_the_decode_engine_lacks(live: Live) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("mode", HAND_OFFS)
+def test_an_answer_equals_the_plain_engines_and_its_kv_moved(
+    live: Live, mode: str, endpoint: str, length: str, is_streamed: bool
+) -> None:
+    path, body = request_for(live, endpoint, LENGTHS[length], is_streamed=is_streamed)
+    assert_handed_off(live, mode, path, body, num_tokens=LENGTHS[length], bytes_per_token=KV_BYTES_PER_TOKEN)
+
+
+@pytest.mark.parametrize("mode", HAND_OFFS)
+def test_a_repeated_prompt_moves_only_what_the_decode_engine_lacks(live: Live, mode: str) -> None:
     path, body = request_for(live, "completions", 3 * BLOCK_SIZE_TOKENS + 40, is_streamed=False)
     reference = live.ask_plain(path, body)
-    assert_equal(live.ask(path, body), reference)
-    before = live.metrics("decode-0").moved()
-    assert_equal(live.ask(path, body), reference)
-    moved = difference(live.metrics("decode-0").moved(), before)
-    assert moved["read_ok"] == 1
+    assert_equal(live.ask(path, body, mode=mode), reference)
+    before = live.moved()
+    assert_equal(live.ask(path, body, mode=mode), reference)
+    moved = difference(live.moved(), before)
+    assert moved[HAND_OFFS[mode]] == 1
     assert moved["tokens"] == 40
     assert live.wait_settled(timeout_s=10) == {}
 
 
-def test_a_full_local_hit_reads_nothing_and_releases_the_prefill_engine(live: Live) -> None:
+@pytest.mark.parametrize("mode", HAND_OFFS)
+def test_a_full_local_hit_moves_nothing_and_releases_the_prefill_engine(live: Live, mode: str) -> None:
     path, body = request_for(live, "completions", 3 * BLOCK_SIZE_TOKENS + 1, is_streamed=False)
     reference = live.ask_plain(path, body)
-    assert_equal(live.ask(path, body), reference)
-    before = live.metrics("decode-0").moved()
-    assert_equal(live.ask(path, body), reference)
-    moved = difference(live.metrics("decode-0").moved(), before)
+    assert_equal(live.ask(path, body, mode=mode), reference)
+    before = live.moved()
+    assert_equal(live.ask(path, body, mode=mode), reference)
+    moved = difference(live.moved(), before)
     assert moved["full_local_hit"] == moved["transfers"] == 1
     assert moved["bytes"] == 0
     # At once, not when the lease ends.
     assert live.wait_settled(timeout_s=3) == {}
 
 
-def test_eight_requests_at_once_all_equal_the_reference(live: Live) -> None:
+@pytest.mark.parametrize("mode", [*HAND_OFFS, "mixed"])
+def test_eight_requests_at_once_all_equal_the_reference(live: Live, mode: str) -> None:
+    assert_eight_at_once(live, mode)
+
+
+def assert_eight_at_once(live: Live, mode: str) -> None:
+    """Each with another length, endpoint and way of answering; all hand-offs succeed."""
     kinds = [("chat", True), ("completions", False), ("completions", True), ("chat", False)] * 2
+    modes = ["pull", "push"] * 4 if mode == "mixed" else [mode] * 8
     requests = [
         request_for(live, endpoint, 150 + 40 * index, is_streamed=is_streamed)
         for index, (endpoint, is_streamed) in enumerate(kinds)
     ]
     references = [live.ask_plain(path, body) for path, body in requests]
-    before = live.metrics("decode-0").moved()
+    before = live.moved()
     with ThreadPoolExecutor(len(requests)) as pool:
-        answers = list(pool.map(lambda request: live.ask(*request), requests))
+        asked = [
+            pool.submit(live.ask, path, body, mode=each) for (path, body), each in zip(requests, modes, strict=True)
+        ]
+        answers = [each.result() for each in asked]
     for answer, reference in zip(answers, references, strict=True):
         assert_equal(answer, reference)
-    moved = difference(live.metrics("decode-0").moved(), before)
-    assert moved["read_ok"] == len(requests)
+    moved = difference(live.moved(), before)
+    assert moved["read_ok"] + moved["received"] == moved["transfers"] == len(requests)
+    if mode in ("pull", "push"):
+        assert moved[HAND_OFFS[mode]] == len(requests)
     assert live.wait_settled(timeout_s=10) == {}

@@ -13,7 +13,7 @@ import pytest
 from kvshuttle import errors
 from kvshuttle.handoff import DenyReason, EndReason, KeepOutcome, Outcome, PushOutcome
 from kvshuttle.handoff.cards import Fingerprint
-from kvshuttle.policy import PlacementReason, RouteReason
+from kvshuttle.policy import ModeReason, PlacementReason, RouteReason
 from kvshuttle.router import telemetry
 from kvshuttle.router.exchange import FailureReason
 from support.source_tree import PACKAGE, ROOT, Module, listed, modules, text_of
@@ -59,6 +59,7 @@ def test_every_generated_part_is_shown_somewhere() -> None:
         ("KV kept for the next turn", [*KeepOutcome, *EndReason]),
         ("Outcomes of a request", telemetry.Outcome),
         ("Routes and reasons", RouteReason),
+        ("Modes of a hand-off", ModeReason),
         ("Choice of an engine", PlacementReason),
         ("Failed legs", FailureReason),
         ("Where a client left", telemetry.Window),

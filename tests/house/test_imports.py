@@ -37,6 +37,10 @@ ENTRY_POINTS = {
     "kvshuttle.__main__": "python -m kvshuttle",
     "kvshuttle.cli": "the console script, and what __main__ runs",
     "kvshuttle.connector.connector": "named by kv_connector_module_path",
+    "kvshuttle.emulate.plugin": "vLLM's entry point vllm.general_plugins",
+    "kvshuttle.emulate.model": "named to vLLM by the plugin",
+    "kvshuttle.emulate.worker": "named by --worker-cls",
+    "kvshuttle.connector.quiet_waits": "vLLM's plugin entry point, see pyproject.toml",
     "kvshuttle.transport.memory": "the verified fake; shipped for the contract suite and the simulator",
     "kvshuttle.transport.faulty": "the seeded fault wrapper; shipped for the contract suite and the simulator",
 }

@@ -32,6 +32,11 @@ async def break_off(call) -> None:
         await call.reset()
 
 
+async def hang_if_streamed(call) -> None:
+    """Whole answers have only the total limit, so that each of these would take as long as all else together."""
+    await (hang(call) if call.body.get("stream") else call.reset())
+
+
 def scripted(rng: random.Random, faults: list, share: float):
     """Endless: mostly well, sometimes a fault."""
 
@@ -62,13 +67,15 @@ def use(one, seed: int, outcomes: list) -> None:
             outcomes.append((is_stream, data))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_whatever_fails_answers_are_whole_or_marked_and_nothing_stays_held(seed):
+@pytest.mark.parametrize(("seed", "mode"), [(1, "pull"), (2, "push"), (3, "auto")])
+def test_whatever_fails_answers_are_whole_or_marked_and_nothing_stays_held(seed, mode):
     rng = random.Random(seed)
     print(f"seed={seed}")
-    prefill_faults = [status(500), status(503), reset_before_headers, hang]
-    decode_faults = [*prefill_faults, reset_after_headers, break_off]
-    with cluster(2, 2, prefill_timeout_s=0.3, first_byte_timeout_s=0.3, total_timeout_s=5, max_attempts=4) as one:
+    faults = [status(500), status(503), reset_before_headers]
+    prefill_faults = [*faults, hang]
+    decode_faults = [*faults, hang_if_streamed, reset_after_headers, break_off]
+    knobs = {"mode": mode, "total_timeout_s": 20, "max_attempts": 4}
+    with cluster(2, 2, **knobs, prefill_timeout_s=0.3, first_byte_timeout_s=0.3) as one:
         for prefill in one.prefills:
             prefill.script = scripted(random.Random(rng.random()), prefill_faults, 0.15)
         for decode in one.decodes:
@@ -80,11 +87,8 @@ def test_whatever_fails_answers_are_whole_or_marked_and_nothing_stays_held(seed)
         for client in clients:
             client.join(60)
         check_answers(outcomes)
-        one.wait_for(
-            lambda: all(one.metric("outstanding_requests", engine=name) == 0 for name in one.router.registry.engines)
-        )
+        one.wait_until_nothing_is_left()
         check_handles(one)
-        assert all(not engine._exchanges for engine in one.router.registry.engines.values())
 
 
 def check_answers(outcomes: list) -> None:
@@ -120,8 +124,10 @@ def check_handles(one) -> None:
     """Every transfer was either fetched by a decode leg that got its answer begun, or given back."""
     prefill_ids = [call.leg["transfer_id"] for engine in one.prefills for call in engine.calls]
     assert len(prefill_ids) == len(set(prefill_ids))
-    decoded = {call.leg["transfer_id"] for engine in one.decodes for call in engine.calls if call.leg}
-    assert decoded <= set(prefill_ids)
+    legs = [call for engine in one.decodes for call in engine.calls if call.leg]
+    decoded = {call.leg["transfer_id"] for call in legs if not call.was_aborted}
+    # A pushed decode leg may be on its way before its prefill leg, and alone when its client leaves just then.
+    assert {call.leg["transfer_id"] for call in legs if call.leg["mode"] == "pull"} <= set(prefill_ids)
 
     def left_over() -> set[str]:
         released = {handle for engine in one.prefills for handle in engine.released}

@@ -5,13 +5,12 @@ import time
 
 import pytest
 
+from support.engine_faults import DECODE_FAULTS, PREFILL_FAULTS
 from support.fake_engine import (
     DEFAULT_ANSWER,
     DEFAULT_EVENTS,
     hang,
-    hang_after_headers,
     once_among,
-    reset_after_headers,
     reset_before_headers,
     sse,
     status,
@@ -22,31 +21,12 @@ from support.router_cluster import cluster
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "m", "prompt": "hello"}
 STREAMED = {**BODY, "stream": True}
-ERROR_500 = b'data: {"error":{"message":"load failed","type":"InternalServerError","param":null,"code":500}}\n\n'
-
-FAULTS = {
-    "500": status(500),
-    "503": status(503),
-    "reset_before_headers": reset_before_headers,
-    "reset_after_headers": reset_after_headers,
-    "no_http": lambda call: call.send(b"rubbish\r\n\r\n"),
-    "odd_status": status(302),
-}
-DECODE_FAULTS = {
-    **FAULTS,
-    "hang_after_headers": hang_after_headers,
-    "error_event_first": stream([ERROR_500, b"data: [DONE]\n\n"]),
-    "comment_then_error": stream([b": ping\n\n", ERROR_500]),
-    "empty_stream": stream([]),
-    "comments_only": stream([b": ping\n\n"]),
-    "reset_in_first_event": stream([b"data: {"], then="reset"),
-    "hang": hang,
-}
+both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
 
 
-@pytest.fixture(scope="module")
-def two():
-    with cluster(2, 2, prefill_timeout_s=0.3, first_byte_timeout_s=0.3) as running:
+@pytest.fixture(scope="module", params=["pull", "push"])
+def two(request):
+    with cluster(2, 2, mode=request.param, prefill_timeout_s=0.3, first_byte_timeout_s=0.3) as running:
         yield running
 
 
@@ -54,21 +34,26 @@ def two():
 def pairs(two):
     for engine in [*two.prefills, *two.decodes]:
         engine.forget()
-    return two
+    yield two
+    two.wait_until_nothing_is_left()
 
 
 def calls(engines):
     return [call for engine in engines for call in engine.calls]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "hang"])
+@pytest.mark.parametrize("fault", PREFILL_FAULTS)
 def test_a_failing_prefill_leg_is_tried_at_another_engine_with_a_fresh_transfer(pairs, fault):
-    used = once_among(pairs.prefills, {**FAULTS, "hang": hang}[fault])
+    used = once_among(pairs.prefills, PREFILL_FAULTS[fault])
     assert pairs.post(COMPLETIONS, BODY).status == 200
     first, second = sorted(calls(pairs.prefills), key=lambda call: call.engine is not used[0])
     assert first.engine is not second.engine
     assert first.leg["transfer_id"] != second.leg["transfer_id"]
-    (decode,) = calls(pairs.decodes)
+    # In a push the decode engine was asked for the first one too.
+    aborted = [call for call in calls(pairs.decodes) if call.leg["transfer_id"] == first.leg["transfer_id"]]
+    assert len(aborted) == (pairs.mode == "push")
+    pairs.wait_for(lambda: all(call.was_aborted for call in aborted))
+    (decode,) = [call for call in calls(pairs.decodes) if call not in aborted]
     assert decode.leg["transfer_id"] == second.leg["transfer_id"]
     assert decode.leg["source"]["engine_id"] == f"engine-{second.engine.name}"
     pairs.wait_for(lambda: first.leg["transfer_id"] in first.engine.released)
@@ -103,11 +88,16 @@ def test_a_whole_answer_that_breaks_off_is_tried_again_since_the_client_has_seen
 
 
 def test_retries_and_failures_are_counted_by_reason(pairs):
-    before = pairs.metric("leg_failures_total", leg="prefill", reason="status"), pairs.metric("retries_total")
+    def counts():
+        names = (("leg_failures_total", {"reason": "status"}), ("retries_total", {}))
+        return [pairs.metric(name, leg=leg, **labels) for name, labels in names for leg in ("prefill", "decode")]
+
+    before = counts()
     once_among(pairs.prefills, status(500))
     pairs.post(COMPLETIONS, BODY)
-    after = pairs.metric("leg_failures_total", leg="prefill", reason="status"), pairs.metric("retries_total")
-    assert after == (before[0] + 1, before[1] + 1)
+    once_among(pairs.decodes, status(500))
+    pairs.post(COMPLETIONS, BODY)
+    assert [after - count for after, count in zip(counts(), before, strict=True)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -128,21 +118,25 @@ def test_decode_engines_that_all_fail_are_a_clear_error_without_addresses(fault,
         assert (reply.headers.get("retry-after") == "1") == (expected == 503)
 
 
-def test_when_no_prefill_engine_works_the_decode_engine_computes_and_the_reason_is_counted():
-    with cluster() as one:
+@both_modes
+def test_when_no_prefill_engine_works_the_decode_engine_computes_and_the_reason_is_counted(mode):
+    with cluster(mode=mode) as one:
         one.prefills[0].script.extend([status(500)] * 3)
         assert one.post(COMPLETIONS, BODY).status == 200
-        assert one.decodes[0].calls[0].body == BODY
+        assert one.decodes[0].calls[-1].body == BODY
+        one.wait_for(lambda: all(call.was_aborted for call in one.decodes[0].calls[:-1]))
         assert len(one.prefills[0].calls) == 3
         assert one.metric("decisions_total", route="local", reason="prefill_failed") == 1
 
 
-def test_the_policy_may_forbid_that():
-    with cluster(prefill_failure_policy="retry_then_fail") as one:
+@both_modes
+def test_the_policy_may_forbid_that(mode):
+    with cluster(mode=mode, prefill_failure_policy="retry_then_fail") as one:
         one.prefills[0].script.extend([status(500)] * 3)
         reply = one.post(COMPLETIONS, BODY)
         assert (reply.status, reply.json["error"]["message"]) == (502, "No prefill engine could serve the request.")
-        assert one.decodes[0].calls == []
+        one.wait_for(lambda: one.decodes[0].num_aborted == len(one.decodes[0].calls))
+        assert len(one.decodes[0].calls) == (3 if mode == "push" else 0)
 
 
 def test_a_prompt_over_the_cap_is_not_computed_by_the_decode_engine():
@@ -152,12 +146,14 @@ def test_a_prompt_over_the_cap_is_not_computed_by_the_decode_engine():
         assert one.post(COMPLETIONS, {"model": "m", "prompt": [1] * 5}).status == 200
 
 
-def test_a_prefill_4xx_is_passed_on_when_the_decode_engine_may_not_compute():
-    with cluster(prefill_failure_policy="retry_then_fail") as one:
+@both_modes
+def test_a_prefill_4xx_is_passed_on_when_the_decode_engine_may_not_compute(mode):
+    with cluster(mode=mode, prefill_failure_policy="retry_then_fail") as one:
         one.prefills[0].script.append(status(400, "bad"))
         reply = one.post(COMPLETIONS, BODY)
         assert (reply.status, reply.json["error"]["message"]) == (400, "bad")
-        assert one.decodes[0].calls == []
+        one.wait_for(lambda: one.decodes[0].num_aborted == len(one.decodes[0].calls))
+        assert len(one.decodes[0].calls) == (mode == "push")
 
 
 def test_the_total_deadline_ends_retries():
@@ -187,6 +183,16 @@ def test_a_stream_that_dies_ends_with_an_error_event_and_neither_done_nor_a_last
         assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 1
         # What D held of the transfer is D's to release; nothing is retried.
         assert len(one.prefills[0].calls) == 1
+
+
+@pytest.mark.parametrize("end", ["reset", "hang"])
+def test_a_stream_that_dies_after_its_last_event_was_whole(end):
+    with cluster(idle_timeout_s=0.3) as one:
+        one.decodes[0].script.append(stream(DEFAULT_EVENTS, then=end))
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
+        assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 0
+        # Its connection is not used again.
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
 
 
 def test_a_slow_stream_is_not_an_idle_one():

@@ -9,10 +9,13 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with cluster() as running:
+@pytest.fixture(scope="module", params=["pull", "push"])
+def shared(request):
+    with cluster(mode=request.param) as running:
         yield running
+
+
+pull_only = pytest.mark.parametrize("shared", ["pull"], indirect=True)
 
 
 @pytest.fixture
@@ -29,9 +32,9 @@ def test_both_legs_carry_one_transfer_and_the_decode_leg_names_its_source(one, p
     (prefill,), (decode,) = one.prefills[0].calls, one.decodes[0].calls
     assert (prefill.path, decode.path) == (path, path)
     transfer_id = prefill.leg["transfer_id"]
-    assert prefill.leg == {"leg": "prefill", "transfer_id": transfer_id, "mode": "pull"}
+    assert prefill.leg == {"leg": "prefill", "transfer_id": transfer_id, "mode": one.mode}
     source = {"address": one.prefills[0].side_address, "engine_id": "engine-prefill-0", "incarnation": "life-1"}
-    assert decode.leg == {"leg": "decode", "transfer_id": transfer_id, "source": source, "mode": "pull"}
+    assert decode.leg == {"leg": "decode", "transfer_id": transfer_id, "source": source, "mode": one.mode}
     assert (prefill.body["max_tokens"], decode.body["max_tokens"]) == (1, 5)
 
 
@@ -176,6 +179,7 @@ def test_a_request_that_names_no_model_is_served(one):
     assert one.post(CHAT, {"messages": []}).status == 200
 
 
+@pull_only
 def test_a_4xx_of_the_prefill_engine_becomes_the_decode_engines_own_answer(one):
     one.prefills[0].script.append(status(400, "you requested 1 output tokens"))
     one.decodes[0].script.append(status(400, "you requested 5 output tokens"))
@@ -186,6 +190,7 @@ def test_a_4xx_of_the_prefill_engine_becomes_the_decode_engines_own_answer(one):
     assert one.metric("decisions_total", route="local", reason="prefill_refused") == before + 1
 
 
+@pull_only
 def test_a_refused_key_is_passed_on_from_the_prefill_engine(one):
     one.prefills[0].script.append(lambda call: call.json(401, {"error": "Unauthorized"}))
     reply = one.post(COMPLETIONS, BODY)
@@ -225,6 +230,7 @@ def test_not_implemented_is_the_engines_word_and_not_tried_again(one):
     assert len(one.decodes[0].calls) == 1
 
 
+@pull_only
 def test_a_prefill_answer_that_holds_nothing_is_counted_and_the_decode_engine_computes(one):
     before = one.metric("prefill_not_held_total")
     one.prefills[0].script.append(answer(DEFAULT_ANSWER))
@@ -233,6 +239,7 @@ def test_a_prefill_answer_that_holds_nothing_is_counted_and_the_decode_engine_co
     assert one.metric("prefill_not_held_total") == before + 1
 
 
+@pull_only
 @pytest.mark.parametrize(
     "params",
     [
@@ -264,17 +271,20 @@ def test_metrics_count_what_happened(one):
         "ok": ("requests_total", {"endpoint": "completions", "outcome": "ok"}),
         "decision": ("decisions_total", {"route": "pair", "reason": "default"}),
         "bytes": ("response_bytes_total", {}),
-        "prefill": ("stage_seconds_count", {"stage": "prefill"}),
-        "gap": ("stage_seconds_count", {"stage": "gap"}),
-        "first": ("stage_seconds_count", {"stage": "first_byte"}),
-        "total": ("stage_seconds_count", {"stage": "total"}),
+        "mode": ("modes_total", {"mode": one.mode, "reason": "configured"}),
+        "prefill": ("stage_seconds_count", {"mode": one.mode, "stage": "prefill"}),
+        "first": ("stage_seconds_count", {"mode": one.mode, "stage": "first_byte"}),
+        "handoff": ("stage_seconds_count", {"mode": one.mode, "stage": "handoff"}),
+        "total": ("stage_seconds_count", {"mode": one.mode, "stage": "total"}),
         "placed": ("placements_total", {"leg": "decode", "reason": "only_candidate"}),
     }
+    if one.mode == "pull":
+        names["gap"] = ("stage_seconds_count", {"mode": "pull", "stage": "gap"})
     before = {key: one.metric(name, **labels) for key, (name, labels) in names.items()}
     reply = one.post(COMPLETIONS, {**BODY, "stream": True})
     grown = {key: one.metric(name, **labels) - before[key] for key, (name, labels) in names.items()}
     assert grown.pop("bytes") == len(reply.read_body)
-    assert set(grown.values()) == {1}
+    assert set(grown.values()) == {1}, grown
     assert one.metric("outstanding_requests", engine="decode-0") == 0
     assert one.metric("outstanding_tokens", engine="prefill-0") == 0
     assert one.metric("engine_up", engine="prefill-0") == 1
@@ -289,5 +299,6 @@ def test_the_log_line_tells_the_decision_and_no_text(one, caplog):
     (line,) = [record.message for record in caplog.records if "log-1" in record.message]
     receipt = json.loads(line)
     assert (receipt["route"], receipt["prefill_engine"], receipt["decode_engine"]) == ("pair", "prefill-0", "decode-0")
+    assert (receipt["mode"], receipt["mode_reason"]) == (one.mode, "configured")
     assert (receipt["num_held_tokens"], receipt["outcome"], receipt["status"]) == (7, "ok", 200)
     assert "secret" not in line

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvshuttle.handoff import IntakeState, Offer, PushOutcome
 from kvshuttle.ids import Handle
@@ -457,12 +464,27 @@ class PushMachine(RuleBasedStateMachine):
 TestPush = PushMachine.TestCase
 
 
-class LongPushMachine(PushMachine):
-    """The same for minutes: what the short run may miss."""
+NUM_PARTS = 10
 
 
-LongPushMachine.TestCase.settings = settings(settings.get_profile("long"), max_examples=20_000)
-TestPushForLong = pytest.mark.long(LongPushMachine.TestCase)
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_push_through_twenty_thousand_stories(part: int) -> None:
+    """20,000 examples. In parts, because Hypothesis keeps all examples of a run in memory, some gigabytes of them."""
+
+    class Counted(PushMachine):
+        num_stories = 0
+
+        def teardown(self) -> None:
+            super().teardown()
+            Counted.num_stories += 1
+
+    num_examples = 20_000 // NUM_PARTS
+    # Stories are not longer than in the short run: more of them find more.
+    stories = settings(settings.get_profile("long"), max_examples=num_examples, stateful_step_count=40)
+    run_state_machine_as_test(Counted, settings=stories)
+    assert Counted.num_stories >= num_examples
 
 
 WORK = ["chunk", "chunk", "preempt", "roll back", "messages", "message", "order", "note", "fact", "post", "land", "end"]

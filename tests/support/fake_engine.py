@@ -11,10 +11,10 @@ import contextlib
 import json
 import socket
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from kvshuttle.errors import PeerUnreachable
 from kvshuttle.handoff.messages import (
@@ -29,6 +29,7 @@ from kvshuttle.handoff.messages import (
     StatusReport,
 )
 
+_OTHER_LEG_S = 0.5
 FINGERPRINT = Fingerprint("model", "bf16", 16, 2, 2, 64, 1, "layout", (1024,), "chain-v1")
 
 
@@ -81,6 +82,19 @@ class Call:
             await self.reader.read(1)
         self.was_aborted = True
         self.engine.num_aborted += 1
+
+    async def wait_for_push(self) -> bool:
+        """Until the other leg of this transfer is computed; False when the router has gone away before."""
+        assert self.leg is not None
+        computed = asyncio.ensure_future(FakeEngine.computed[self.leg["transfer_id"]].wait())
+        gone = asyncio.ensure_future(self.hang())
+        await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
+        is_gone = gone.done()
+        for future in (computed, gone):
+            future.cancel()
+        # Or the next request would be read while this still reads.
+        await asyncio.gather(computed, gone, return_exceptions=True)
+        return not is_gone
 
     @property
     def leg(self) -> dict[str, Any] | None:
@@ -154,7 +168,13 @@ DEFAULT_ANSWER = {"id": "cmpl-1", "choices": [{"index": 0, "text": "hello world"
 
 
 class FakeEngine:
-    """One engine on a free loopback port."""
+    """One engine on a free loopback port.
+
+    ``begun``, ``computed``: transfers whose prompts some engine was asked to compute, and has computed.
+    """
+
+    begun: ClassVar[defaultdict[str, asyncio.Event]] = defaultdict(asyncio.Event)
+    computed: ClassVar[defaultdict[str, asyncio.Event]] = defaultdict(asyncio.Event)
 
     def __init__(self, name: str, *, models: tuple[str, ...] = ("m",), fingerprint: Fingerprint = FINGERPRINT) -> None:
         self.name = name
@@ -257,18 +277,36 @@ class FakeEngine:
             assert method == "POST", method
             call.body = json.loads(raw_body)
             self.calls.append(call)
+            await self._meet_the_other_leg(call)
             behave = self.script.popleft() if self.script else default_behaviour
             await behave(call)
         return not writer.is_closing() and not call.was_aborted
+
+    async def _meet_the_other_leg(self, call: Call) -> None:
+        """Legs that are sent at once arrive in any order: so that a test knows what there is, the decode leg waits."""
+        leg = call.leg
+        if leg is None or leg.get("mode") != "push":
+            return
+        begun = FakeEngine.begun[leg["transfer_id"]]
+        if leg["leg"] == "prefill":
+            begun.set()
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(begun.wait(), _OTHER_LEG_S)
 
 
 async def default_behaviour(call: Call) -> None:
     """What a healthy engine does with the leg it is given."""
     leg = call.leg
     if leg is not None and leg["leg"] == "prefill":
+        # As in a push, where the decode engine has everything before the prefill engine answers.
+        FakeEngine.computed[leg["transfer_id"]].set()
         held = {"leg": "prefilled", "transfer_id": leg["transfer_id"], "num_tokens": 7, "lease_s": 30.0}
         await call.json(200, {**DEFAULT_ANSWER, "kv_transfer_params": {"kvshuttle": held}})
-    elif call.body.get("stream"):
+        return
+    if leg is not None and leg["mode"] == "push" and not await call.wait_for_push():
+        return
+    if call.body.get("stream"):
         await stream(DEFAULT_EVENTS)(call)
     else:
         await call.json(200, DEFAULT_ANSWER)

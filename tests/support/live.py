@@ -28,6 +28,10 @@ MODEL_NAME = "smollm2"
 BLOCK_SIZE_TOKENS = 128
 CHUNK_TOKENS = 512
 REQUEST_TIMEOUT_S = 120.0
+MODE_HEADER = "x-kvshuttle-mode"
+HAND_OFFS = {"pull": "read_ok", "push": "received", "auto": "received"}
+"""By mode, the outcome of a hand-off to a decode engine that is not busy."""
+PUSHED = "kvshuttle:pushed_bytes_total"
 
 _SAMPLE = re.compile(r"^(?P<name>[^{ ]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -118,13 +122,18 @@ class Live:
     reference: Fleet
     rng: random.Random
     plain_name: str = "plain"
+    endpoint: str | None = None
+    """Another router than the fleet's."""
+    prefill_names: tuple[str, ...] = ("prefill-0",)
+    decode_names: tuple[str, ...] = ("decode-0",)
     _token_cache: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         """The router."""
-        assert self.fleet.endpoint is not None
-        return self.fleet.endpoint
+        url = self.endpoint or self.fleet.endpoint
+        assert url is not None
+        return url
 
     @property
     def plain_url(self) -> str:
@@ -135,9 +144,9 @@ class Live:
         """An engine of the cluster, for its metrics."""
         return self.fleet.plan_of(name).url
 
-    def ask(self, path: str, body: Any, **kwargs: Any) -> Answer:
-        """Through the router."""
-        return post(self.url, path, body, **kwargs)
+    def ask(self, path: str, body: Any, *, mode: str | None = None) -> Answer:
+        """Through the router, which chooses the mode unless it is given."""
+        return post(self.url, path, body, headers={MODE_HEADER: mode} if mode else None)
 
     def ask_plain(self, path: str, body: Any) -> Answer:
         """The reference engine."""
@@ -178,9 +187,24 @@ class Live:
         assert status == 200
         return Metrics.parse(text.decode())
 
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        """All engines that the router knows."""
+        return self.prefill_names + self.decode_names
+
+    def moved(self) -> dict[str, float]:
+        """What hand-offs have changed so far on the decode side, over all its engines."""
+        scrapes = [self.metrics(name).moved() for name in self.decode_names]
+        return {key: sum(scrape[key] for scrape in scrapes) for key in scrapes[0]}
+
+    def pushed(self) -> dict[str, float]:
+        """Bytes that prefill engines wrote so far, by whether the prompt's last forward pass was still to end."""
+        scrapes = [self.metrics(name) for name in self.prefill_names]
+        return {when: sum(each.sum(PUSHED, when=when) for each in scrapes) for when in ("streamed", "final")}
+
     def nudge(self) -> None:
         """A tiny request to each engine: blocks let go while it idled return at its next step, and metrics follow."""
-        for name in ("prefill-0", "decode-0"):
+        for name in self.engine_names:
             body = {"model": MODEL_NAME, "prompt": "Hi", "max_tokens": 2, "temperature": 0}
             assert post(self.engine_url(name), "/v1/completions", body).status == 200
 
@@ -189,7 +213,7 @@ class Live:
         deadline_at_s = time.monotonic() + timeout_s
         while True:
             self.nudge()
-            residue = {name: self.metrics(name).residue() for name in ("prefill-0", "decode-0")}
+            residue = {name: self.metrics(name).residue() for name in self.engine_names}
             if not any(any(values.values()) for values in residue.values()):
                 return {}
             if time.monotonic() > deadline_at_s:
@@ -234,10 +258,15 @@ class Metrics:
             "internal_errors": self.sum("kvshuttle:internal_errors_total"),
         }
 
+    def num_requests(self) -> float:
+        """Requests that the engine has ended well."""
+        return self.sum("vllm:request_success_total")
+
     def moved(self) -> dict[str, float]:
-        """What a hand-off changes on the reading side."""
+        """What a hand-off changes on the decode side."""
         return {
             "read_ok": self.sum("kvshuttle:transfers_total", outcome="read_ok"),
+            "received": self.sum("kvshuttle:transfers_total", outcome="received"),
             "full_local_hit": self.sum("kvshuttle:transfers_total", outcome="full_local_hit"),
             "transfers": self.sum("kvshuttle:transfers_total"),
             "tokens": self.sum("kvshuttle:transfer_tokens_total"),

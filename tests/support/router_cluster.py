@@ -62,6 +62,7 @@ class Cluster:
         self.port = 0
         self.channel = FakeChannel([*prefills, *decodes])
         self._knobs = {**QUICK, **knobs}
+        self.mode = knobs.get("mode", "auto")
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -154,6 +155,31 @@ class Cluster:
                 if head.split("{")[0] == wanted:
                     return float(value)
         return 0.0
+
+    def left_over(self) -> dict[str, object]:
+        """What the router still has of requests that are over; empty when nothing."""
+        return self.call(self._left_over)
+
+    def _left_over(self) -> dict[str, object]:
+        found: dict[str, object] = {"legs": list(self.router._routing.late_legs)}
+        for name, engine in self.router.registry.engines.items():
+            found[f"{name} exchanges"] = list(engine._exchanges)
+            found[f"{name} load"] = engine.outstanding_requests or engine.outstanding_tokens
+            found[f"{name} connections"] = engine.pool._open - set(engine.pool._idle)
+        return {name: what for name, what in found.items() if what}
+
+    def wait_until_nothing_is_left(self) -> None:
+        """No task, exchange, busy connection or load of a request; fails the test otherwise."""
+        left_over: dict[str, object] = {}
+
+        def is_clean() -> bool:
+            left_over.clear()
+            left_over.update(self.left_over())
+            return not left_over
+
+        with contextlib.suppress(AssertionError):
+            self.wait_for(is_clean)
+        assert not left_over
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         """Poll until a condition holds; fails the test when it does not in time."""

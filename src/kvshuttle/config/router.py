@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvshuttle.config.checks import is_duration, is_int
 from kvshuttle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class EngineRole(StrEnum):
@@ -151,6 +153,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         self._validate_engines()
         self._validate_texts()
+        self._validate_choices()
         for knob in fields(self):
             value = getattr(self, knob.name)
             if knob.name.endswith("_s") and not is_duration(value):
@@ -166,9 +169,6 @@ class RouterConfig:
         for name in ("local_prefill_max_tokens", "disaggregate_from_tokens", "unhealthy_after"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}: 0 or more, got {getattr(self, name)!r}")
-        for name, kind in _CHOICES.items():
-            if getattr(self, name) not in tuple(kind):
-                raise ConfigError(f"{name}: one of {', '.join(kind)}, got {getattr(self, name)!r}")
 
     def _validate_engines(self) -> None:
         for role in EngineRole:
@@ -179,6 +179,11 @@ class RouterConfig:
             for value in values:
                 if values.count(value) > 1:
                     raise ConfigError(f"engines: {attribute} {value!r} is given twice")
+
+    def _validate_choices(self) -> None:
+        for name, kind in _CHOICES.items():
+            if getattr(self, name) not in tuple(kind):
+                raise ConfigError(f"{name}: one of {', '.join(kind)}, got {getattr(self, name)!r}")
 
     def _validate_texts(self) -> None:
         if not isinstance(self.host, str) or not self.host.strip():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvshuttle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SECRET_VARIABLE = "KVSHUTTLE_SECRET"  # noqa: S105 - its name, not its value
 _SECRET_MIN_LEN_BYTES = 16

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _MAX_ANSWER_TOKENS = 48
 _METRICS_WAIT_S = 5.0
-_READ = "read"
+_ARRIVING = ("read", "push")
+"""Directions in a decode engine's metrics: it has read, or it was written to."""
+_WORDS = {"read": "read", "push": "pushed"}
 
 _LIGHTHOUSE = """\
 Read this first. The lighthouse on Grey Rock was built in 1871 after three ships were lost in one winter. It stands
@@ -56,21 +58,25 @@ TURNS = (" ".join(_LIGHTHOUSE.split()), " ".join(_BRIDGE.split()))
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What the decode engines have read so far, by their own metrics."""
+    """What the decode engines have got so far, by the engines' own metrics. ``ways``: tokens by direction."""
 
-    num_tokens: float = 0.0
     num_bytes: float = 0.0
     transfer_s: float = 0.0
+    ways: dict[str, float] = field(default_factory=dict)
     outcomes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> float:
+        """Prompt tokens whose KV moved."""
+        return sum(self.ways.values())
 
     def since(self, before: Moved) -> Moved:
         """The difference to an earlier look."""
-        outcomes = {key: value - before.outcomes.get(key, 0.0) for key, value in self.outcomes.items()}
         return Moved(
-            self.num_tokens - before.num_tokens,
             self.num_bytes - before.num_bytes,
             self.transfer_s - before.transfer_s,
-            {key: value for key, value in outcomes.items() if value},
+            _changes(self.ways, before.ways),
+            _changes(self.outcomes, before.outcomes),
         )
 
 
@@ -100,27 +106,24 @@ def run_demo(config: LauncherConfig, around: Surroundings) -> int:
     return 1
 
 
-def moved_in(metrics: Sequence[str]) -> Moved:
-    """Sum up what the ``/metrics`` texts of the decode engines say of reads."""
-
-    def total(name: str) -> float:
-        return sum(total_of(text, f"kvshuttle:{name}", direction=_READ) for text in metrics)
-
+def moved_in(decodes: Sequence[str], prefills: Sequence[str]) -> Moved:
+    """Sum up what the engines' ``/metrics`` texts say. Whoever posts a transfer, by read or by write, has timed it."""
     outcomes: dict[str, float] = {}
-    for text in metrics:
-        for outcome, count in totals_by(text, "kvshuttle:transfers_total", "outcome", direction=_READ).items():
-            outcomes[outcome] = outcomes.get(outcome, 0.0) + count
+    ways: dict[str, float] = {}
+    for text in decodes:
+        _add(outcomes, totals_by(text, "kvshuttle:transfers_total", "outcome"))
+        _add(ways, totals_by(text, "kvshuttle:transfer_tokens_total", "direction"))
     return Moved(
-        num_tokens=total("transfer_tokens_total"),
-        num_bytes=total("transfer_bytes_total"),
-        transfer_s=total("transfer_post_seconds_sum") + total("transfer_wire_seconds_sum"),
+        num_bytes=sum(_total(text, "bytes_total", direction) for text in decodes for direction in _ARRIVING),
+        transfer_s=_timed(decodes, "read") + _timed(prefills, "write"),
+        ways={way: num_tokens for way, num_tokens in ways.items() if way in _ARRIVING},
         outcomes=outcomes,
     )
 
 
 def table_of(turns: Sequence[Turn]) -> str:
     """The figures of each turn, for a person."""
-    rows = [("turn", "prompt tokens", "KV moved", "bytes", "transfer", "TTFT", "tokens/s", "answer")]
+    rows = [("turn", "prompt tokens", "KV moved", "way", "bytes", "transfer", "TTFT", "tokens/s", "answer")]
     for number, turn in enumerate(turns, start=1):
         answer, moved = turn.answer, turn.moved
         rows.append(
@@ -128,6 +131,7 @@ def table_of(turns: Sequence[Turn]) -> str:
                 str(number),
                 str(answer.num_prompt_tokens),
                 f"{moved.num_tokens:.0f} tokens",
+                ", ".join(_WORDS[way] for way in moved.ways) or "-",
                 f"{moved.num_bytes / 1e6:.1f} MB",
                 f"{moved.transfer_s * 1e3:.1f} ms",
                 f"{answer.ttft_s * 1e3:.0f} ms",
@@ -146,36 +150,62 @@ def table_of(turns: Sequence[Turn]) -> str:
 
 def _chat(fleet: Fleet, around: Surroundings) -> list[Turn]:
     assert fleet.endpoint is not None
-    decode_urls = [engine.url for engine in fleet.plan.engines if engine.role is Role.DECODE]
     messages: list[dict[str, str]] = []
     turns = []
     for number, text in enumerate(TURNS, start=1):
         around.report(f"turn {number}: asking")
         messages.append({"role": "user", "content": text})
-        before = _look(decode_urls)
+        before = _look(fleet)
         answer = stream_chat(fleet.endpoint, fleet.plan.model_name, messages, max_tokens=_MAX_ANSWER_TOKENS)
         around.report(textwrap.fill(answer.text, 100, initial_indent="  ", subsequent_indent="  "))
         messages.append({"role": "assistant", "content": answer.text})
-        turns.append(Turn(answer, _moved_since(before, decode_urls)))
+        turns.append(Turn(answer, _moved_since(before, fleet)))
     return turns
 
 
-def _moved_since(before: Moved, urls: Sequence[str]) -> Moved:
+def _moved_since(before: Moved, fleet: Fleet) -> Moved:
     """What moved since ``before``. Engines publish after a step, so the figures may come a moment after the answer."""
+    for url in _urls(fleet, Role.PREFILL):
+        # It has written its last chunk after its last step, so it needs another one.
+        stream_chat(url, fleet.plan.model_name, [{"role": "user", "content": "Hi"}], max_tokens=1)
     deadline_at_s = time.monotonic() + _METRICS_WAIT_S
     while True:
-        moved = _look(urls).since(before)
+        moved = _look(fleet).since(before)
         if moved.num_tokens > 0 or time.monotonic() > deadline_at_s:
             return moved
         time.sleep(0.2)
 
 
-def _look(urls: Sequence[str]) -> Moved:
-    return moved_in([fetch_metrics(url) for url in urls])
+def _look(fleet: Fleet) -> Moved:
+    decodes, prefills = ([fetch_metrics(url) for url in _urls(fleet, role)] for role in (Role.DECODE, Role.PREFILL))
+    return moved_in(decodes, prefills)
+
+
+def _urls(fleet: Fleet, role: Role) -> list[str]:
+    return [engine.url for engine in fleet.plan.engines if engine.role is role]
+
+
+def _timed(metrics: Sequence[str], direction: str) -> float:
+    stages = ("post_seconds_sum", "wire_seconds_sum")
+    return sum(_total(text, stage, direction) for text in metrics for stage in stages)
+
+
+def _total(text: str, name: str, direction: str) -> float:
+    return total_of(text, f"kvshuttle:transfer_{name}", direction=direction)
+
+
+def _add(totals: dict[str, float], more: dict[str, float]) -> None:
+    for key, value in more.items():
+        totals[key] = totals.get(key, 0.0) + value
+
+
+def _changes(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    changes = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    return {key: value for key, value in changes.items() if value}
 
 
 def _outcome_of(turn: Turn) -> str:
-    """In words, what the decode engines did instead of reading."""
+    """In words, what the decode engines did instead."""
     if not turn.moved.outcomes:
         return "the decode engines were asked for no transfer; see the router's log"
     return "transfers ended as " + ", ".join(f"{name} ({count:.0f})" for name, count in turn.moved.outcomes.items())

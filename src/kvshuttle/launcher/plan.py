@@ -143,7 +143,7 @@ def plan_fleet(
     ]
     engines = plan_engines(settings, config, model, machine, ports, python)
     router_port = config.port or next(ports)
-    router = _plan_router(engines, config, router_port, python)
+    router = plan_router(engines, config, router_port, python)
     return FleetPlan(served_name(config), engines, router)
 
 
@@ -291,11 +291,15 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
         env["VLLM_CPU_OMP_THREADS_BIND"] = bound or "nobind"
         # For the processes beside the workers, which get their own number from the binding.
         env["OMP_NUM_THREADS"] = "1"
+        # Engines that wait must not take the cores of those that compute: kvshuttle.connector.quiet_waits.
+        env["KVSHUTTLE_QUIET_WAITS"] = "1"
     return env
 
 
-def _plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: int, python: str) -> ProcessPlan:
-    argv = [python, "-m", "kvshuttle", "router", "--host", config.host, "--port", str(port), "--mode", config.mode.value]
+def plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: int, python: str) -> ProcessPlan:
+    """Plan a router for ``engines``, which need not be all that run."""
+    argv = [python, "-m", "kvshuttle", "router", "--host", config.host, "--port", str(port)]
+    argv += ["--mode", config.mode.value]
     for engine in engines:
         argv += [f"--{engine.role}", f"{engine.url},{engine.side_address}"]
     argv += config.router_args

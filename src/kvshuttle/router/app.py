@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 import orjson
 
 from kvshuttle.clock import now_s
-from kvshuttle.config import PrefillFailurePolicy
+from kvshuttle.config import ModeChoice, PrefillFailurePolicy
 from kvshuttle.errors import ConfigError, RequestError
-from kvshuttle.router.drive import Drive, Routing
+from kvshuttle.router.drive import Drive
 from kvshuttle.router.engine_client import EnginePool, PoolLimits
 from kvshuttle.router.exchange import LegError
 from kvshuttle.router.http_server import HttpServer, Responder
-from kvshuttle.router.http_text import RETRY_AFTER, Request, engine_request, for_client, for_engine
+from kvshuttle.router.http_text import MODE_HEADER, RETRY_AFTER, Request, engine_request, for_client, for_engine
 from kvshuttle.router.openai import Endpoint, error_body, parse_request, unknown_model_message
 from kvshuttle.router.prober import EngineChannel, Prober
 from kvshuttle.router.registry import Engine, Registry
 from kvshuttle.router.telemetry import METRICS_CONTENT_TYPE, Outcome, Receipt, Stage, Telemetry
+from kvshuttle.router.trip import Routing, Trip
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -86,6 +87,10 @@ class Router:
         """Let running requests end for ``drain_s``, then stop. True when none had to be cut off."""
         self._is_draining = True
         is_clean = await self._server.drain(drain_s)
+        late_legs = list(self._routing.late_legs)
+        for leg in late_legs:
+            leg.cancel()
+        await asyncio.gather(*late_legs, return_exceptions=True)
         await self.prober.stop()
         for engine in self.registry.engines.values():
             engine.pool.close_idle()
@@ -114,9 +119,10 @@ class Router:
             parsed = parse_request(endpoint, request.body)
             receipt.model, receipt.num_tokens_estimated = parsed.model, parsed.traits.num_tokens
             self._check_model(parsed.model)
+            asked = _asked_mode(request)
             receipt.outcome = Outcome.OK
             headers = for_engine(request.headers) + b"x-request-id: %b\r\n" % receipt.request_id.encode()
-            await Drive(self._routing, parsed, headers, responder, receipt).run()
+            await Drive(Trip(self._routing, parsed, headers, responder, receipt), asked).run()
             receipt.status = responder.status
         except RequestError as error:
             receipt.status = error.status
@@ -211,6 +217,18 @@ async def serve_until_signalled(config: RouterConfig, channel: EngineChannel, re
 def _pool(spec: EngineSpec, limits: PoolLimits) -> EnginePool:
     tls = ssl.create_default_context() if spec.is_tls else None
     return EnginePool(spec.host, spec.port, tls, limits)
+
+
+def _asked_mode(request: Request) -> ModeChoice | None:
+    """The mode that a request asks for itself. Raises ``RequestError`` for one that does not exist."""
+    given = request.header(MODE_HEADER)
+    if given is None:
+        return None
+    try:
+        return ModeChoice(given.decode("latin-1").strip().lower())
+    except ValueError:
+        shown, allowed = given.decode("latin-1")[:50], ", ".join(ModeChoice)
+        raise RequestError(f"{MODE_HEADER.decode()} header: one of {allowed}, got {shown!r}.") from None
 
 
 async def _not_found(request: Request, _responder: Responder) -> None:

@@ -35,7 +35,7 @@ class EngineConnection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._parts: list[bytes] = []
         self._is_interim = self._is_whole = self._is_paused = False
-        self._is_reusable = False
+        self._is_reusable = self._is_unwanted = False
         self.idle_since_s = 0.0
 
     def start(self, exchange: Exchange, request: bytes) -> None:
@@ -56,7 +56,8 @@ class EngineConnection(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close without waiting for anything."""
+        """Close without waiting for anything, or as soon as there is something to close."""
+        self._is_unwanted = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -78,6 +79,8 @@ class EngineConnection(asyncio.Protocol):
         """Remember the socket."""
         self._transport = cast("asyncio.Transport", transport)
         self._pool.on_made(self)
+        if self._is_unwanted:
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine closed, died, or we closed."""
@@ -229,11 +232,11 @@ class EnginePool:
         if len(self._open) + self._num_connecting >= self._limits.max_connections:
             raise LegError(FailureReason.CAPACITY, "all connections to the engine are in use")
         self._num_connecting += 1
+        connection, is_wanted = EngineConnection(self), False
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: EngineConnection(self), self._host, self._port, ssl=self._tls
-                )
+                await self._loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
+            is_wanted = True
         except TimeoutError as error:
             # A full backlog looks like this too, so the engine is not taken for dead.
             raise LegError(FailureReason.TIMEOUT, "no connection in time") from error
@@ -241,4 +244,9 @@ class EnginePool:
             raise LegError(FailureReason.CONNECT, f"cannot connect: {type(error).__name__}") from error
         finally:
             self._num_connecting -= 1
+            if not is_wanted:
+                # It may be open already, or be about to, when whoever asked for it has gone away. uvloop then closes
+                # the socket without a word to its protocol.
+                connection.close()
+                self.on_lost(connection)
         return connection

@@ -10,6 +10,9 @@ from http import HTTPStatus
 Headers = list[tuple[bytes, bytes]]
 """In order of arrival; names in lower case."""
 
+MODE_HEADER = b"x-kvshuttle-mode"
+"""How a client may choose its own request's mode."""
+
 RETRY_AFTER = (b"retry-after", b"1")
 """Goes with every 503 of the router's own: engines are looked at about once a second."""
 
@@ -36,6 +39,7 @@ _NOT_TO_ENGINE = HOP_BY_HOP | {
     b"accept-encoding",
     # Steers between the data-parallel ranks of one engine, which is not the client's to choose.
     b"x-data-parallel-rank",
+    MODE_HEADER,
 }
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"server", b"date", b"content-length", b"x-request-id", b"alt-svc"}
 

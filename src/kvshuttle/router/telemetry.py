@@ -18,7 +18,8 @@ import orjson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from kvshuttle.policy import PlacementReason, Route, RouteReason
+from kvshuttle.handoff.params import Mode
+from kvshuttle.policy import ModeReason, PlacementReason, Route, RouteReason
 from kvshuttle.router.exchange import FailureReason
 from kvshuttle.router.openai import Endpoint
 
@@ -43,14 +44,12 @@ Counts = dict[tuple[str, ...], int]
 class Plain(StrEnum):
     """Counters without labels."""
 
-    RETRIES = "retries"
     PREFILL_NOT_HELD = "prefill_not_held"
     RELEASES = "releases"
     RESPONSE_BYTES = "response_bytes"
 
 
 _PLAIN_TEXTS = {
-    Plain.RETRIES: "Dispatches after the first of a request",
     Plain.PREFILL_NOT_HELD: "Prefill answers that hold nothing for a decode engine",
     Plain.RELEASES: "Handles given back because nobody will fetch them",
     Plain.RESPONSE_BYTES: "Bytes of answers to inference requests",
@@ -68,11 +67,11 @@ class Window(StrEnum):
     """Where a request is; what a client's disconnect is counted under."""
 
     PREFILL = "prefill"
-    """Waiting for the prefill leg's answer."""
+    """Waiting for the prefill leg's answer; in a push, for the decode leg's as well."""
     BETWEEN = "between"
     """Neither leg runs: choosing, or pausing before a retry."""
     DECODE = "decode"
-    """Waiting for the decode leg's first data event."""
+    """Waiting for the decode leg's first data event only."""
     STREAMING = "streaming"
 
 
@@ -95,9 +94,11 @@ class Stage(StrEnum):
     PREFILL = "prefill"
     """From sending the prefill leg to its answer."""
     GAP = "gap"
-    """From that answer to sending the decode leg."""
+    """Pull: from that answer to sending the decode leg."""
     FIRST_BYTE = "first_byte"
     """From sending the decode leg to its first data event, or its whole answer when not streamed."""
+    HANDOFF = "handoff"
+    """From the prefill leg's answer to the decode leg's first data event; 0 when that came first."""
     TOTAL = "total"
 
 
@@ -112,6 +113,9 @@ class Receipt:
     route: Route | Literal[""] = ""
     """Empty, like ``reason``, when the request was refused before one was chosen."""
     reason: RouteReason | Literal[""] = ""
+    mode: Mode | Literal[""] = ""
+    """How KV was handed off; empty, like ``mode_reason``, when it was not."""
+    mode_reason: ModeReason | Literal[""] = ""
     window: Window = Window.BETWEEN
     outcome: Outcome = Outcome.OK
     status: int = 0
@@ -137,12 +141,14 @@ class Telemetry:
         self._registry = registry
         self._requests = _zeros(Endpoint, Outcome)
         self._decisions = _zeros(Route, RouteReason)
+        self._modes = _zeros(Mode, ModeReason)
+        self._retries = _zeros(Leg)
         self._placements = _zeros(Leg, PlacementReason)
         self._failures = _zeros(Leg, FailureReason)
         self._disconnects = _zeros(Window)
         self._refused: Counts = {}
         self._plain = dict.fromkeys(Plain, 0)
-        self._stages = {stage: Durations() for stage in Stage}
+        self._stages = {(mode, stage): Durations() for mode, stage in product((*Mode, ""), Stage)}
         self._collectors = CollectorRegistry()
         self._collectors.register(self)
 
@@ -151,10 +157,12 @@ class Telemetry:
         self._requests[receipt.endpoint, receipt.outcome] += 1
         if receipt.route:
             self._decisions[receipt.route, receipt.reason] += 1
+        if receipt.mode:
+            self._modes[receipt.mode, receipt.mode_reason] += 1
         if receipt.outcome is Outcome.DISCONNECTED:
             self._disconnects[(receipt.window,)] += 1
         for stage, duration_s in receipt.stages_s.items():
-            self._stages[stage].add(duration_s)
+            self.took(receipt.mode, stage, duration_s)
         self._plain[Plain.RESPONSE_BYTES] += receipt.num_bytes
         if self._is_logging and logger.isEnabledFor(logging.INFO):
             logger.info(orjson.dumps(receipt.line()).decode())
@@ -166,6 +174,14 @@ class Telemetry:
     def failed(self, leg: Leg, reason: FailureReason) -> None:
         """A leg failed."""
         self._failures[leg, reason] += 1
+
+    def retried(self, leg: Leg) -> None:
+        """A leg's failure costs the request another attempt."""
+        self._retries[(leg,)] += 1
+
+    def took(self, mode: Mode | Literal[""], stage: Stage, duration_s: float) -> None:
+        """A part of a request is over."""
+        self._stages[mode, stage].add(duration_s)
 
     def count(self, what: Plain) -> None:
         """One more of something that has no labels."""
@@ -183,15 +199,17 @@ class Telemetry:
         """For ``prometheus_client``: everything as it is now."""
         yield _counter("requests", "Requests by endpoint and outcome", ["endpoint", "outcome"], self._requests)
         yield _counter("decisions", "Requests by way and reason", ["route", "reason"], self._decisions)
+        yield _counter("modes", "Requests through a pair by mode and reason", ["mode", "reason"], self._modes)
         yield _counter("placements", "Engine choices by reason", ["leg", "reason"], self._placements)
         yield _counter("leg_failures", "Failed legs by reason", ["leg", "reason"], self._failures)
+        yield _counter("retries", "Further attempts by the leg that failed", ["leg"], self._retries)
         yield _counter("client_disconnects", "Clients that left, by where", ["window"], self._disconnects)
         yield _counter("refused", "Refused before they became requests", ["status"], self._refused)
         for what, value in self._plain.items():
             yield CounterMetricFamily(_PREFIX + what, _PLAIN_TEXTS[what], value=value)
-        stages = HistogramMetricFamily(_PREFIX + "stage_seconds", "Time by part of a request", labels=["stage"])
-        for stage, durations in self._stages.items():
-            stages.add_metric([stage.value], durations.buckets(), durations.sum_s)
+        stages = HistogramMetricFamily(_PREFIX + "stage_seconds", "Time by part of a request", labels=["mode", "stage"])
+        for (mode, stage), durations in self._stages.items():
+            stages.add_metric([mode or "none", stage.value], durations.buckets(), durations.sum_s)
         yield stages
         yield from self._engine_gauges()
 

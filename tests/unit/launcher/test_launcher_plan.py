@@ -68,6 +68,12 @@ def test_nothing_is_bound_when_there_are_fewer_cores_than_ranks() -> None:
     assert prefill.cores == decode.cores == ()
 
 
+def test_engines_on_the_cpu_sleep_while_they_wait_and_those_on_gpus_are_left_alone() -> None:
+    assert {engine.env.get("KVSHUTTLE_QUIET_WAITS") for engine in fleet(LauncherConfig()).engines} == {"1"}
+    on_gpus = fleet(LauncherConfig(), Machine(cores=(0, 1), gpus=(0, 1), is_vllm_cpu_build=False))
+    assert {engine.env.get("KVSHUTTLE_QUIET_WAITS") for engine in on_gpus.engines} == {None}
+
+
 def test_the_cores_of_each_rank_are_separated_by_a_bar() -> None:
     config = LauncherConfig(engine_args=("--tensor-parallel-size", "2"))
     prefill, decode = fleet(config, Machine(cores=tuple(range(8)))).engines

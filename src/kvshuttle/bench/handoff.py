@@ -1,0 +1,269 @@
+"""`kvshuttle bench handoff`: a pair of engines for each system, all cells on it, each written down when it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvshuttle.bench.figures import handoff_records, intervals, median
+from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
+from kvshuttle.bench.machine_facts import machine_facts
+from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
+from kvshuttle.bench.run_files import FACTS_FILE, PLAN_FILE, RECORDS_FILE
+from kvshuttle.bench.systems import SYSTEMS, Places, Protocol, System, plan_pair
+from kvshuttle.clock import now_s
+from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
+from kvshuttle.emulate.pattern import prefix_sums, prompt_key
+from kvshuttle.emulate.profile import Profile, load_profile
+from kvshuttle.emulate.trace import Pass, read_trace
+from kvshuttle.errors import ConfigError, TransportError
+from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
+from kvshuttle.handoff.params import Peer
+from kvshuttle.handoff.wire import MessageCodec
+from kvshuttle.launcher.fleet import Fleet
+from kvshuttle.launcher.machine import free_ports
+from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+_SETTLE_S = 0.15
+"""Pause between rounds, so that leases and notifications of one do not fall into the next."""
+_QUIET_WINDOW_S = 0.6
+_BACKGROUND_PROMPT_TOKENS = 256
+_BACKGROUND_ANSWER_TOKENS = 1700
+_WARM_UP_ROUNDS = 3
+
+
+@dataclass(slots=True)
+class _Tracer:
+    """Reads what an engine's worker has appended to its trace since the last look."""
+
+    directory: Path
+    _path: Path | None = None
+    _offset: int = 0
+
+    def take(self) -> list[Pass]:
+        if self._path is None:
+            # A directory keeps traces of earlier starts; the newest is of the engine that runs.
+            paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+            if not paths:
+                return []
+            self._path = paths[-1]
+        passes, self._offset = read_trace(self._path, offset=self._offset)
+        return passes
+
+
+@dataclass(slots=True)
+class _Run:
+    """What all systems of one run share."""
+
+    plan: HandoffPlan
+    out_dir: Path
+    places: Places
+    env: Mapping[str, str]
+    say: Callable[[str], None]
+    num_done: int = 0
+    num_cells: int = 0
+    started_at_s: float = field(default_factory=now_s)
+
+    @property
+    def records_path(self) -> Path:
+        return self.out_dir / RECORDS_FILE
+
+
+def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Measure what is not measured yet in ``out_dir``.
+
+    Raises ``ConfigError`` when the directory holds a run with other knobs, ``LaunchFailed`` when engines do not start.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    profile = effective_profile(plan)
+    _claim(plan, out_dir)
+    places = Places(out_dir / "model", out_dir / "traces")
+    write_model_dir(places.model_dir, profile, max_model_len=plan.max_model_len)
+    (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
+    run = _Run(plan, out_dir, places, env, say)
+    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in read_records(run.records_path)}
+    waiting = {
+        name: [c for c in plan.cells if (name, c.prompt_tokens, c.concurrency, c.background) not in done]
+        for name in plan.systems
+    }
+    run.num_cells = sum(map(len, waiting.values()))
+    say(f"{run.num_cells} of {len(plan.systems) * len(plan.cells)} cells to measure, results in {out_dir}")
+    for name, cells in waiting.items():
+        if cells:
+            _measure_system(SYSTEMS[SystemName(name)], cells, run)
+
+
+def effective_profile(plan: HandoffPlan) -> Profile:
+    """The plan's profile, slowed and with its bytes scaled."""
+    profile = load_profile(plan.profile).slowed(plan.time_scale)
+    return replace(profile, geometry=profile.geometry.scaled(plan.bytes_scale))
+
+
+def _claim(plan: HandoffPlan, out_dir: Path) -> None:
+    """A directory holds one plan; which systems are measured may grow from call to call."""
+    path = out_dir / PLAN_FILE
+    if path.exists():
+        earlier = HandoffPlan.from_mapping(json.loads(path.read_text()))
+        if replace(earlier, systems=plan.systems) != plan:
+            raise ConfigError(f"--out: {out_dir} holds a run with other options; choose another directory")
+        known = [name for name in SystemName if name in {*earlier.systems, *plan.systems}]
+        plan = replace(plan, systems=tuple(known))
+    path.write_text(json.dumps(plan.to_mapping(), indent=1) + "\n")
+
+
+def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
+    run.say(f"{system.name}: starting P and D")
+    pair_plan = plan_pair(system, run.plan, run.places, free_ports(random.Random()), sys.executable)
+    with Fleet(pair_plan, env=run.env, log_dir=run.out_dir / "logs" / system.name, report=run.say) as fleet:
+        fleet.start(timeout_s=run.plan.startup_timeout_s)
+        prefill, decode = pair_plan.engines
+        source = None
+        if system.protocol is Protocol.SHUTTLE:
+            source = _identity(prefill.side_address)
+        pair = Pair(system, prefill.url, decode.url, int(prefill.side_address.rpartition(":")[2]), source)
+        tracers = [_Tracer(run.places.trace_dir_of(engine.name)) for engine in (prefill, decode)]
+        bench = _Bench(run, pair, tracers[0], tracers[1])
+        bench.warm_up()
+        for cell in cells:
+            began_at_s = now_s()
+            records = bench.measure(cell)
+            append_records(run.records_path, [*records, CellDone(system.name, *_place(cell))])
+            run.num_done += 1
+            left_s = (now_s() - run.started_at_s) / run.num_done * (run.num_cells - run.num_done)
+            run.say(
+                f"[{run.num_done}/{run.num_cells}] {system.name}: {cell.text}: {_summary(records)},"
+                f" {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left"
+            )
+
+
+@dataclass(slots=True)
+class _Bench:
+    """One pair of engines and the measuring of cells on it."""
+
+    run: _Run
+    pair: Pair
+    prefill_trace: _Tracer
+    decode_trace: _Tracer
+
+    def warm_up(self) -> None:
+        """Connections between the engines are made at their first hand-off, which no user waits for twice."""
+        for index in range(_WARM_UP_ROUNDS):
+            rng = random.Random(f"warm-up {index}")
+            driven = drive(self.pair, _prompt(rng, 1024), output_tokens=self.run.plan.output_tokens)
+            if driven.error:
+                raise TransportError(f"{self.pair.system.name}: the first hand-off failed: {driven.error}")
+
+    def measure(self, cell: Cell) -> list[Record]:
+        """All rounds of one cell."""
+        records: list[Record] = []
+        for index in range(self.run.plan.num_rounds(cell)):
+            rng = random.Random(f"{self.run.plan.seed} {_place(cell)} {index}")
+            with self._background(cell.background, rng) as keys:
+                records += self._round(cell, index, rng, keys)
+            time.sleep(_SETTLE_S)
+        return records
+
+    def _round(self, cell: Cell, index: int, rng: random.Random, keys: list[str]) -> list[Record]:
+        windows: dict[str, tuple[float, float]] = {}
+        if keys:
+            began_at_s = now_s()
+            time.sleep(_QUIET_WINDOW_S)
+            windows["idle"] = began_at_s, now_s()
+            windows["prefill"] = self._prefill_alone(cell, rng)
+        prompts = {
+            _key(prompt): prompt for prompt in (_prompt(rng, cell.prompt_tokens) for _ in range(cell.concurrency))
+        }
+        self.prefill_trace.take()
+        with ThreadPoolExecutor(cell.concurrency) as executor:
+            waiting = {
+                key: executor.submit(drive, self.pair, prompt, output_tokens=self.run.plan.output_tokens)
+                for key, prompt in prompts.items()
+            }
+            driven: dict[str, Driven] = {key: future.result() for key, future in waiting.items()}
+        prefill, decode = self.prefill_trace.take(), self.decode_trace.take()
+        records: list[Record] = [
+            *handoff_records(self.pair.system.name, cell, index, driven, prefill, decode),
+        ]
+        if not keys:
+            return records
+        starts_s = [f.start_s for f in decode if any(request.key in driven for request in f.requests)]
+        windows["transfer"] = min(each.sent_at_s for each in driven.values()), max(starts_s, default=0.0)
+        place = (self.pair.system.name, *_place(cell), index)
+        for condition, (start_s, end_s) in windows.items():
+            records.append(PaceRecord(*place, condition, intervals(decode, keys, start_s=start_s, end_s=end_s)))
+        return records
+
+    def _prefill_alone(self, cell: Cell, rng: random.Random) -> tuple[float, float]:
+        """P computes as much as it will for the hand-offs, and nothing moves. Returns when that was."""
+        prompts = [_prompt(rng, cell.prompt_tokens) for _ in range(cell.concurrency)]
+        began_at_s = now_s()
+        with ThreadPoolExecutor(cell.concurrency) as executor:
+            list(executor.map(lambda prompt: complete(self.pair.prefill_url, prompt, max_tokens=1), prompts))
+        return began_at_s, now_s()
+
+    @contextlib.contextmanager
+    def _background(self, count: int, rng: random.Random) -> Iterator[list[str]]:
+        """``count`` requests that decode on D until the block ends. Yields their keys once all of them decode."""
+        self.decode_trace.take()
+        if not count:
+            yield []
+            return
+        prompts = [_prompt(rng, _BACKGROUND_PROMPT_TOKENS) for _ in range(count)]
+        with contextlib.ExitStack() as connections:
+            for prompt in prompts:
+                # Never read: vLLM ends the request when its connection is closed.
+                request = send(self.pair.decode_url, prompt, max_tokens=_BACKGROUND_ANSWER_TOKENS)
+                connections.enter_context(contextlib.closing(request))
+            time.sleep(_QUIET_WINDOW_S)
+            yield [_key(prompt) for prompt in prompts]
+
+
+def _identity(side_address: str) -> Peer:
+    """Who listens there, asked over the side channel as a router does. Raises ``TransportError``."""
+    endpoint: Endpoint[Message] = Endpoint(
+        codec=MessageCodec(), secret=None, sender="bench", handler=lambda _: Refused("a benchmark"), now_s=now_s
+    )
+    thread = SideChannelThread(endpoint)
+    thread.start()
+    try:
+        hello = Hello(protocol_version=PROTOCOL_VERSION, sender="bench")
+        reply = asyncio.run(thread.request_async(side_address, hello, timeout_s=5.0))
+    finally:
+        thread.stop(timeout_s=5.0)
+    if not isinstance(reply, HelloAck):
+        raise TransportError(f"{side_address}: answered {reply!r} to a hello")
+    return Peer(address=side_address, engine_id=reply.card.engine_id, incarnation=reply.card.incarnation)
+
+
+def _prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(FIRST_WORD, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def _key(prompt: Sequence[int]) -> str:
+    return prompt_key(int(prefix_sums(np.asarray(prompt, dtype=np.int32))[-1]))
+
+
+def _place(cell: Cell) -> tuple[int, int, int]:
+    return cell.prompt_tokens, cell.concurrency, cell.background
+
+
+def _summary(records: Sequence[Record]) -> str:
+    handoffs = [record for record in records if isinstance(record, HandoffRecord)]
+    gaps_s = [record.gap_s for record in handoffs if not record.error]
+    num_failed = len(handoffs) - len(gaps_s)
+    text = f"gap p50 {median(gaps_s) * 1000:.1f} ms" if gaps_s else "no hand-off worked"
+    return text + (f", {num_failed} failed ({next(r.error for r in handoffs if r.error)})" if num_failed else "")

