@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.cli import _build_parser, attribute_docs
 from kvshuttle.config import ConnectorConfig, LauncherConfig, RouterConfig
+from kvshuttle.policy import ConversationTable
 from kvshuttle.router.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def router_metrics() -> str:
 
 def router_series() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """(name, kind, labels, help text) of each series that a router with one engine shows."""
-    telemetry = Telemetry(OneEngine(), is_logging_requests=False)  # type: ignore[arg-type]
+    table = ConversationTable(max_turns=1, ttl_s=1.0)
+    telemetry = Telemetry(OneEngine(), table, is_logging_requests=False)  # type: ignore[arg-type]
     telemetry.refused(400)
     helps: dict[str, str] = {}
     kinds: dict[str, str] = {}

@@ -42,7 +42,12 @@ _UP_OPTION_NAMES = {
 }
 _ARGUMENT_KNOBS = ("engine_args", "prefill_args", "decode_args", "router_args")
 _BENCH_OPTION_NAMES = {"systems": "system", "is_quiet_wait": "quiet-wait"}
-_ROUTER_OPTION_NAMES = {"prefill_keep_fields": "prefill-keep-field", "is_logging_requests": "log-requests"}
+_ROUTER_OPTION_NAMES = {
+    "prefill_keep_fields": "prefill-keep-field",
+    "is_reusing_history": "reuse-history",
+    "is_history_renewed": "renew-history",
+    "is_logging_requests": "log-requests",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,6 +25,8 @@ from kvshuttle.handoff.messages import (
     Message,
     Release,
     Released,
+    Renew,
+    Renewed,
     Status,
     StatusReport,
 )
@@ -193,6 +195,9 @@ class FakeEngine:
         self.health_status = 200
         self.is_side_up = True
         self.report: dict[str, int] = {}
+        self.protocol_version = 1
+        self.remaining_s: dict[str, float] = {}
+        """Of kept turns, as it tells them who renews; what is not here is gone."""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -234,7 +239,15 @@ class FakeEngine:
         if not self.is_side_up:
             raise PeerUnreachable("scripted")
         if isinstance(message, Hello):
-            card = EngineCard(f"engine-{self.name}", self.incarnation, "kv_both", 1, "0.32.0", self.fingerprint, ())
+            card = EngineCard(
+                f"engine-{self.name}",
+                self.incarnation,
+                "kv_both",
+                self.protocol_version,
+                "0.32.0",
+                self.fingerprint,
+                (),
+            )
             return HelloAck(card)
         if isinstance(message, Status):
             load = {"num_running": 0, "num_waiting": 0, "num_blocks": 100, "num_free_blocks": 100} | self.report
@@ -242,6 +255,9 @@ class FakeEngine:
                 engine_id=f"engine-{self.name}", incarnation=self.incarnation, num_held_blocks=0, num_holdings=0,
                 num_leases=0, **load,
             )  # fmt: skip
+        if isinstance(message, Renew):
+            remaining_s = tuple(self.remaining_s.get(handle, -1.0) for handle in message.handles)
+            return Renewed(remaining_s=(), handles_remaining_s=remaining_s)
         assert isinstance(message, Release)
         self.released += [handle for handle in message.handles if handle not in self._forgotten]
         return Released()
@@ -304,7 +320,7 @@ async def default_behaviour(call: Call) -> None:
         held = {"leg": "prefilled", "transfer_id": leg["transfer_id"], "num_tokens": 7, "lease_s": 30.0}
         await call.json(200, {**DEFAULT_ANSWER, "kv_transfer_params": {"kvshuttle": held}})
         return
-    if leg is not None and leg["mode"] == "push" and not await call.wait_for_push():
+    if leg is not None and leg.get("mode") == "push" and not await call.wait_for_push():
         return
     if call.body.get("stream"):
         await stream(DEFAULT_EVENTS)(call)

@@ -147,6 +147,20 @@ class RouterConfig:
     """How long a failing engine is avoided, doubled for each failure in a row up to sixteenfold."""
     engine_api_key: str = ""
     """Sent with the router's own look at ``/v1/models``; clients' own keys are passed on with their requests."""
+    is_reusing_history: bool = True
+    """Have answered turns kept, and tell the next turn's engines where. Off: every prompt is computed anew."""
+    history_ttl_s: float = 480.0
+    """How long engines keep an answered turn: their ``decoder_kv_blocks_ttl``."""
+    history_margin_s: float = 0.5
+    """Time before that at which a turn is not counted on any more."""
+    max_conversations: int = 10_000
+    """Turns remembered at a time, one for each line of a conversation; the one used longest ago goes first."""
+    is_history_renewed: bool = False
+    """Have turns kept for longer than ``history_ttl_s``, by renewing them at their engines."""
+    history_renewed_for_s: float = 3600.0
+    """With that: for how long after its last use a turn is renewed."""
+    local_append_max_tokens: int = 0
+    """Turns with no more new tokens than this (estimated) go to the decode engine that keeps their history, alone."""
     is_logging_requests: bool = True
     """One JSON line for each request, without any of its text."""
 
@@ -166,9 +180,16 @@ class RouterConfig:
                 raise ConfigError(f"{knob.name}: 1 or more, got {value!r}")
         if not is_int(self.port) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port: 0 to 65535, got {self.port!r}")
-        for name in ("local_prefill_max_tokens", "disaggregate_from_tokens", "unhealthy_after"):
+        for name in (
+            "local_prefill_max_tokens", "disaggregate_from_tokens", "unhealthy_after", "local_append_max_tokens",
+        ):  # fmt: skip
             if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}: 0 or more, got {getattr(self, name)!r}")
+
+        if not self.history_margin_s < self.history_ttl_s:
+            raise ConfigError(
+                f"history_margin_s: less than history_ttl_s ({self.history_ttl_s}), got {self.history_margin_s}"
+            )
 
     def _validate_engines(self) -> None:
         for role in EngineRole:

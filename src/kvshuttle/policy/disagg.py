@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvshuttle.policy.placement import Following
+
 
 class Route(StrEnum):
     """The two ways through the cluster."""
@@ -28,6 +30,8 @@ class RouteReason(StrEnum):
     NO_OUTPUT = "no_output"
     """Nothing is generated, so there is nothing to decode."""
     SHORT_PROMPT = "short_prompt"
+    LOCAL_APPEND = "local_append"
+    """A decode engine keeps the history, and little is new."""
     NO_PREFILL_ENGINE = "no_prefill_engine"
     NO_COMPATIBLE_PAIR = "no_compatible_pair"
     MODEL_NOT_ON_PREFILL = "model_not_on_prefill"
@@ -75,6 +79,18 @@ def choose_route(traits: RequestTraits, *, disaggregate_from_tokens: int) -> Rou
         if holds:
             return RouteDecision(Route.LOCAL, reason)
     return _PAIR
+
+
+def may_append(
+    decision: RouteDecision, *, num_new_tokens: int | None, local_append_max_tokens: int, following: Following | None
+) -> bool:
+    """Whether a turn that would go through a pair should go to the decode engine that keeps its history, alone.
+
+    ``num_new_tokens``: estimated, behind that history; None when the prompt does not continue it. ``following``:
+    whether that engine can take the turn now; None when none keeps anything.
+    """
+    is_short = num_new_tokens is not None and num_new_tokens <= local_append_max_tokens
+    return decision.route is Route.PAIR and is_short and local_append_max_tokens > 0 and following is Following.FOLLOWED
 
 
 _PAIR = RouteDecision(Route.PAIR, RouteReason.DEFAULT)

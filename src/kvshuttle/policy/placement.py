@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvshuttle.policy.modes import why_busy
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
@@ -28,9 +30,23 @@ class PlacementReason(StrEnum):
     LEAST_LOADED = "least_loaded"
     LAST_RESORT = "last_resort"
     """Every candidate is in quarantine or failed this request before."""
+    HISTORY = "history"
+    """It keeps what the prompt begins with."""
     NO_ENGINE_UP = "no_engine_up"
     MODEL_NOT_SERVED = "model_not_served"
     NO_COMPATIBLE_PAIR = "no_compatible_pair"
+
+
+class Following(StrEnum):
+    """Whether a turn was decoded where its history is kept. Also the metric label."""
+
+    FOLLOWED = "followed"
+    BUSY = "busy"
+    """That engine has no room for it now."""
+    AVOIDED = "avoided"
+    """It is in quarantine, or failed this very request."""
+    UNABLE = "unable"
+    """It is down, does not serve the model any more, or cannot exchange KV with the prefill engine."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -95,6 +111,21 @@ def place_decode(
     linearly from 1 at a tenth of the blocks free to 0.5 at none.
     """
     return _place(views, model, lambda view: source is None or source in view.peers, avoid, _decode_score, draw)
+
+
+def follow_history(
+    view: EngineView, *, model: str, source: str | None, avoid: Collection[str], num_tokens: int
+) -> Following:
+    """Whether a turn should be decoded by the engine of ``view``, which keeps its history: unless something is wrong
+    with it, or it is overloaded (see ``why_busy``).
+
+    ``num_tokens``: estimated prompt length. The rest as for ``place_decode``.
+    """
+    if not _serving((view,), model) or (source is not None and source not in view.peers):
+        return Following.UNABLE
+    if view.name in avoid or view.is_quarantined:
+        return Following.AVOIDED
+    return Following.BUSY if why_busy(view, num_tokens=num_tokens) is not None else Following.FOLLOWED
 
 
 def able_decodes(

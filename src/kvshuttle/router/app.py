@@ -9,14 +9,18 @@ import random
 import re
 import signal
 import ssl
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import unquote
 
 import orjson
 
 from kvshuttle.clock import now_s
 from kvshuttle.config import ModeChoice, PrefillFailurePolicy
 from kvshuttle.errors import ConfigError, RequestError
+from kvshuttle.policy import ConversationTable
+from kvshuttle.router.conversations import Conversations, caller_from
 from kvshuttle.router.drive import Drive
 from kvshuttle.router.engine_client import EnginePool, PoolLimits
 from kvshuttle.router.exchange import LegError
@@ -29,13 +33,12 @@ from kvshuttle.router.telemetry import METRICS_CONTENT_TYPE, Outcome, Receipt, S
 from kvshuttle.router.trip import Routing, Trip
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from kvshuttle.config import EngineSpec, RouterConfig
 
 logger = logging.getLogger(__name__)
 
 _JSON = (b"content-type", b"application/json")
+_CONVERSATIONS = b"/v1/kvshuttle/conversations/"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KINDS = {
     400: "BadRequestError",
@@ -45,6 +48,11 @@ _KINDS = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+
+
+Handler = Callable[[Request, Responder], Awaitable[None]]
+Route = dict[bytes, Handler]
+"""Handlers by method."""
 
 
 class Router:
@@ -60,16 +68,20 @@ class Router:
         )
         self.registry = Registry(config, [Engine(spec, _pool(spec, limits)) for spec in config.engines], now_s)
         self.prober = Prober(config, self.registry, channel)
-        self.telemetry = Telemetry(self.registry, is_logging_requests=config.is_logging_requests)
+        ttl_s = config.history_ttl_s - config.history_margin_s
+        table = ConversationTable(max_turns=config.max_conversations, ttl_s=ttl_s)
+        self.conversations = Conversations(config, self.registry, self.prober, table, now_s)
+        self.telemetry = Telemetry(self.registry, table, is_logging_requests=config.is_logging_requests)
         self._routing = Routing(config, self.registry, self.prober, self.telemetry, random.Random(), now_s)  # noqa: S311
         self._server = HttpServer(config, self._handle, self.telemetry.refused)
         self._is_draining = False
-        self._routes: dict[bytes, tuple[bytes, Callable[[Request, Responder], Awaitable[None]]]] = {
-            b"/health": (b"GET", self._health),
-            b"/metrics": (b"GET", self._metrics),
-            b"/v1/models": (b"GET", self._models),
-            **{endpoint.value.encode(): (b"POST", partial(self._infer, endpoint)) for endpoint in Endpoint},
+        self._routes: dict[bytes, Route] = {
+            b"/health": {b"GET": self._health},
+            b"/metrics": {b"GET": self._metrics},
+            b"/v1/models": {b"GET": self._models},
+            **{endpoint.value.encode(): {b"POST": partial(self._infer, endpoint)} for endpoint in Endpoint},
         }
+        self._conversation_route: Route = {b"GET": self._see_conversation, b"DELETE": self._forget_conversation}
 
     def __repr__(self) -> str:
         return f"<Router {self._server} pairs={self.registry.num_pairs()}>"
@@ -81,6 +93,7 @@ class Router:
         except OSError as error:
             raise ConfigError(f"port: cannot listen on {self.config.host} port {self.config.port}: {error}") from error
         self.prober.start()
+        self.conversations.start()
         return port
 
     async def stop(self, drain_s: float) -> bool:
@@ -91,6 +104,7 @@ class Router:
         for leg in late_legs:
             leg.cancel()
         await asyncio.gather(*late_legs, return_exceptions=True)
+        await self.conversations.stop()
         await self.prober.stop()
         for engine in self.registry.engines.values():
             engine.pool.close_idle()
@@ -100,16 +114,23 @@ class Router:
 
     async def _handle(self, request: Request, responder: Responder) -> None:
         responder.id_header = [(b"x-request-id", self._request_id(request).encode())]
-        method, handler = self._routes.get(request.path, (b"", _not_found))
+        route = self._route(request.path)
+        method = b"GET" if request.method == b"HEAD" else request.method
         try:
-            if request.method == b"OPTIONS" and method:
-                responder.send(204, [(b"allow", _allowed(method))], b"")
-            elif request.method == method or (request.method, method) == (b"HEAD", b"GET") or not method:
-                await handler(request, responder)
+            if method == b"OPTIONS" and route:
+                responder.send(204, [(b"allow", _allowed(route))], b"")
+            elif method in route:
+                await route[method](request, responder)
             else:
-                _not_allowed(request)
+                _refuse(request, is_known=bool(route))
         except RequestError as error:
-            _send_error(responder, error, _allowed(method))
+            _send_error(responder, error, _allowed(route))
+
+    def _route(self, path: bytes) -> Route:
+        """Handlers by method; empty when there is nothing."""
+        if path.startswith(_CONVERSATIONS) and len(path) > len(_CONVERSATIONS):
+            return self._conversation_route
+        return self._routes.get(path, {})
 
     async def _infer(self, endpoint: Endpoint, request: Request, responder: Responder) -> None:
         started_at_s = now_s()
@@ -122,7 +143,10 @@ class Router:
             asked = _asked_mode(request)
             receipt.outcome = Outcome.OK
             headers = for_engine(request.headers) + b"x-request-id: %b\r\n" % receipt.request_id.encode()
-            await Drive(Trip(self._routing, parsed, headers, responder, receipt), asked).run()
+            turn = self.conversations.open(request.headers, parsed)
+            receipt.conversation = turn.name
+            trip = Trip(self._routing, parsed, turn, headers=headers, responder=responder, receipt=receipt)
+            await Drive(trip, asked).run()
             receipt.status = responder.status
         except RequestError as error:
             receipt.status = error.status
@@ -165,6 +189,14 @@ class Router:
         finally:
             exchange.close()
         responder.send(head.status, for_client(head.headers), body)
+
+    async def _see_conversation(self, request: Request, responder: Responder) -> None:
+        found = self.conversations.describe(caller_from(request.headers), _conversation_in(request))
+        _send_found(found, responder)
+
+    async def _forget_conversation(self, request: Request, responder: Responder) -> None:
+        forgotten = self.conversations.forget(caller_from(request.headers), _conversation_in(request))
+        _send_found(forgotten, responder)
 
     async def _health(self, _request: Request, responder: Responder) -> None:
         registry = self.registry
@@ -231,16 +263,25 @@ def _asked_mode(request: Request) -> ModeChoice | None:
         raise RequestError(f"{MODE_HEADER.decode()} header: one of {allowed}, got {shown!r}.") from None
 
 
-async def _not_found(request: Request, _responder: Responder) -> None:
+def _refuse(request: Request, *, is_known: bool) -> NoReturn:
+    if is_known:
+        raise RequestError(f"{request.method.decode('latin-1')} is not allowed here.", status=405)
     raise RequestError(f"There is no {request.path.decode('latin-1')[:200]} here.", status=404)
 
 
-def _not_allowed(request: Request) -> None:
-    raise RequestError(f"{request.method.decode('latin-1')} is not allowed here.", status=405)
+def _conversation_in(request: Request) -> str:
+    return unquote(request.path[len(_CONVERSATIONS) :].decode("latin-1"))
 
 
-def _allowed(method: bytes) -> bytes:
-    return b"GET, HEAD, OPTIONS" if method == b"GET" else b"POST, OPTIONS"
+def _send_found(found: dict[str, object] | None, responder: Responder) -> None:
+    if found is None:
+        raise RequestError("There is no such conversation of this caller.", status=404)
+    responder.send(200, [_JSON, *responder.id_header], orjson.dumps(found))
+
+
+def _allowed(route: Route) -> bytes:
+    methods = [method for known in route for method in ((b"GET", b"HEAD") if known == b"GET" else (known,))]
+    return b", ".join([*methods, b"OPTIONS"])
 
 
 def _send_error(responder: Responder, error: RequestError, allow: bytes) -> None:

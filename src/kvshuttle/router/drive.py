@@ -21,8 +21,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from kvshuttle.config import ModeChoice, PrefillFailurePolicy
-from kvshuttle.handoff.params import DecodeLeg, Mode
+from kvshuttle.handoff.params import DecodeLeg, LocalLeg, Mode
 from kvshuttle.policy import (
+    Following,
     ModeDecision,
     PlacementReason,
     Route,
@@ -30,14 +31,16 @@ from kvshuttle.policy import (
     able_decodes,
     choose_mode,
     choose_route,
+    may_append,
     place_decode,
     place_prefill,
 )
 from kvshuttle.router.exchange import FailureReason, LegError
-from kvshuttle.router.legs import DecodeCall, run_prefill
+from kvshuttle.router.legs import NEVER_ARRIVED, DecodeCall, run_prefill
 from kvshuttle.router.push import PushPair
+from kvshuttle.router.registry import peer_of
 from kvshuttle.router.telemetry import Leg, Outcome, Plain, Stage, Window
-from kvshuttle.router.trip import Answer, LegFailed, peer_of
+from kvshuttle.router.trip import Answer, LegFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +54,7 @@ _FALL_BACK_REASONS = {
     PlacementReason.NO_COMPATIBLE_PAIR: RouteReason.NO_COMPATIBLE_PAIR,
     PlacementReason.MODEL_NOT_SERVED: RouteReason.MODEL_NOT_ON_PREFILL,
 }
+_CUT_OFF = frozenset({Outcome.DISCONNECTED, Outcome.BROKEN_STREAM})
 _ASK_DECODE_AFTER = frozenset({400, 404, 413, 422})
 
 
@@ -71,10 +75,8 @@ class Drive:
 
     async def run(self) -> None:
         """Serve the request. Raises ``RequestError`` when no engine could; cancellation releases what is held."""
-        traits = self._request.traits
-        decision = choose_route(traits, disaggregate_from_tokens=self._config.disaggregate_from_tokens)
-        self._take(decision.route, decision.reason)
         try:
+            self._choose_route()
             while not await self._attempt():
                 pass
         except asyncio.CancelledError:
@@ -83,6 +85,8 @@ class Drive:
             raise
         finally:
             self._trip.is_over = True
+            self._trip.turn.close(is_cut_off=self._receipt.outcome in _CUT_OFF)
+            self._receipt.history = self._trip.turn.result
 
     # --- the ways ---
 
@@ -125,17 +129,26 @@ class Drive:
         if decode is None:
             return False
         receipt.stages_s[Stage.GAP] = self._routing.now_s() - trip.prefilled_at_s
-        await self._decode(decode, DecodeLeg(dispatch.transfer_id, source) if result else None)
+        if result is None:
+            await self._decode(decode, self._local_leg(decode))
+        else:
+            keep = trip.turn.keep_at(decode)
+            await self._decode(decode, DecodeLeg(dispatch.transfer_id, source, keep=keep))
         return True
 
     async def _local(self) -> bool:
         decode = self._place_decode(self._routing.registry.decode_views(), None)
         if decode is None:
             return False
-        await self._decode(decode, None)
+        await self._decode(decode, self._local_leg(decode))
         return True
 
-    async def _decode(self, engine: Engine, leg: DecodeLeg | None) -> None:
+    def _local_leg(self, decode: Engine) -> LocalLeg | None:
+        turn = self._trip.turn
+        leg = LocalLeg(turn.history_for(decode), turn.keep_at(decode))
+        return None if leg == LocalLeg() else leg
+
+    async def _decode(self, engine: Engine, leg: DecodeLeg | LocalLeg | None) -> None:
         """A decode leg of its own, from sending to the client's last byte. Raises ``LegFailed``."""
         self._receipt.window = Window.DECODE
         with closing(DecodeCall(self._trip, engine, leg)) as call:
@@ -147,6 +160,19 @@ class Drive:
                 self._trip.answer(answer)
 
     # --- choices ---
+
+    def _choose_route(self) -> None:
+        config, traits, turn = self._config, self._request.traits, self._trip.turn
+        decision = choose_route(traits, disaggregate_from_tokens=config.disaggregate_from_tokens)
+        self._take(decision.route, decision.reason)
+        following = turn.following(model=self._request.model, source=None, avoid=())
+        if may_append(
+            decision,
+            num_new_tokens=turn.num_new_tokens,
+            local_append_max_tokens=config.local_append_max_tokens,
+            following=following[1] if following else None,
+        ):
+            self._take(Route.LOCAL, RouteReason.LOCAL_APPEND)
 
     def _choose_mode(self, prefill: Engine) -> ModeDecision:
         views = able_decodes(
@@ -176,13 +202,14 @@ class Drive:
 
     def _place_decode(self, views: Sequence[EngineView], source: Engine | None) -> Engine | None:
         """The engine for the decode leg; None after a change of route. Raises ``RequestError`` when there is none."""
-        placement = place_decode(
-            views,
-            model=self._request.model,
-            source=source.name if source else None,
-            avoid=self._trip.avoid,
-            draw=self._routing.rng.random(),
-        )
+        model, avoid = self._request.model, self._trip.avoid
+        source_name = source.name if source else None
+        if following := self._trip.turn.following(model=model, source=source_name, avoid=avoid):
+            holder, self._receipt.following = following
+            if following[1] is Following.FOLLOWED:
+                self._routing.telemetry.placed(Leg.DECODE, PlacementReason.HISTORY)
+                return holder
+        placement = place_decode(views, model=model, source=source_name, avoid=avoid, draw=self._routing.rng.random())
         self._routing.telemetry.placed(Leg.DECODE, placement.reason)
         if placement.engine is not None:
             return self._routing.registry.engines[placement.engine]
@@ -205,6 +232,11 @@ class Drive:
         self._trip.note_failure(leg, engine, failure.error.reason)
         self._trip.avoid.add(engine.name)
         self._num_attempts += 1
+        is_computing = leg is (Leg.PREFILL if self._receipt.route is Route.PAIR else Leg.DECODE)
+        if is_computing and failure.error.reason not in NEVER_ARRIVED:
+            self._trip.turn.distrust()
+        if self._receipt.reason is RouteReason.LOCAL_APPEND:
+            self._take(Route.PAIR, RouteReason.DEFAULT)
         status = _status_after(failure.error)
         if self._num_attempts >= self._config.max_attempts:
             if leg is Leg.DECODE:

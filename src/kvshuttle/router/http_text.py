@@ -13,6 +13,9 @@ Headers = list[tuple[bytes, bytes]]
 MODE_HEADER = b"x-kvshuttle-mode"
 """How a client may choose its own request's mode."""
 
+CONVERSATION_HEADER = b"x-kvshuttle-conversation"
+"""Tells the client the name of its conversation, by which it can be looked at and forgotten."""
+
 RETRY_AFTER = (b"retry-after", b"1")
 """Goes with every 503 of the router's own: engines are looked at about once a second."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from kvshuttle.handoff.params import DecodeLeg, Mode, PrefillLeg, PrefillResult, parse_result, to_params
+from kvshuttle.handoff.params import DecodeLeg, LocalLeg, Mode, PrefillLeg, PrefillResult, parse_result, to_params
 from kvshuttle.router.exchange import FailureReason, LegError, ResponseHead
 from kvshuttle.router.http_text import engine_request
 from kvshuttle.router.openai import decode_body, prefill_body
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvshuttle.router.trip import Dispatch, Trip
 
 _NOT_IMPLEMENTED = 501
-_NEVER_ARRIVED = frozenset({FailureReason.CONNECT, FailureReason.CAPACITY})
+NEVER_ARRIVED = frozenset({FailureReason.CONNECT, FailureReason.CAPACITY})
 
 
 class LegCall:
@@ -75,7 +75,7 @@ async def run_prefill(trip: Trip, dispatch: Dispatch, mode: Mode, timeout_s: flo
     Raises ``LegFailed``.
     """
     engine = dispatch.engine
-    params = to_params(PrefillLeg(dispatch.transfer_id, mode))
+    params = to_params(PrefillLeg(dispatch.transfer_id, mode, trip.turn.history_for(engine)))
     started_at_s = trip.routing.now_s()
     with closing(LegCall(trip, engine, prefill_body(trip.request, params, trip.config.prefill_keep_fields))) as call:
         call.expect(timeout_s)
@@ -85,7 +85,7 @@ async def run_prefill(trip: Trip, dispatch: Dispatch, mode: Mode, timeout_s: flo
             _refuse_status(head)
             answer = Answer(head.status, head.headers, await exchange.read_all())
         except LegError as error:
-            dispatch.is_running = error.reason not in _NEVER_ARRIVED
+            dispatch.is_running = error.reason not in NEVER_ARRIVED
             raise LegFailed(Leg.PREFILL, engine, error) from error
     dispatch.is_running = False
     engine.absolve()
@@ -96,16 +96,17 @@ async def run_prefill(trip: Trip, dispatch: Dispatch, mode: Mode, timeout_s: flo
     if result is None or result.transfer_id != dispatch.transfer_id:
         return None
     trip.receipt.num_held_tokens = result.num_tokens
+    trip.receipt.num_cached_tokens = result.num_cached_tokens
     return result
 
 
 class DecodeCall:
     """A decode leg: begun, then passed on to the client. ``close`` must be called in every case."""
 
-    def __init__(self, trip: Trip, engine: Engine, leg: DecodeLeg | None) -> None:
+    def __init__(self, trip: Trip, engine: Engine, leg: DecodeLeg | LocalLeg | None) -> None:
         self._trip = trip
         self._engine = engine
-        self._is_handed_off = leg is not None
+        self._is_handed_off = isinstance(leg, DecodeLeg)
         self._is_stream = bool(trip.request.fields.get("stream"))
         self._call = LegCall(trip, engine, decode_body(trip.request, to_params(leg) if leg else None))
         self._started_at_s = trip.routing.now_s()
@@ -142,7 +143,9 @@ class DecodeCall:
         exchange, head = self._stream
         trip = self._trip
         trip.receipt.window = Window.STREAMING
-        relay = StreamRelay(exchange, trip.responder, trip.config, deadline_at_s=trip.deadline_at_s)
+        relay = StreamRelay(
+            exchange, trip.responder, trip.config, deadline_at_s=trip.deadline_at_s, on_done=trip.turn.answered
+        )
         try:
             await relay.run(trip.client_headers(head.headers), self._beginning.data)
         except LegError as error:

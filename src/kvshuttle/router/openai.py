@@ -18,7 +18,7 @@ import orjson
 from kvshuttle.errors import RequestError
 from kvshuttle.policy import RequestTraits
 
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 """English text in common tokenizers; only used to weigh requests against one another."""
 
 _OUTPUT_FIELDS = (
@@ -51,6 +51,11 @@ _INTERNAL_PREFIXES = ("remote_", "do_remote_", "bootstrap_")
 """Where engines and other routers carry addresses and block ids; a client that could set them could read others' KV."""
 
 
+_CONVERSATION_FIELD = "conversation_id"
+"""For the router only: engines do not know it."""
+_CACHE_KEY_FIELD = "prompt_cache_key"
+
+
 class Endpoint(StrEnum):
     """What the router serves by disaggregation. The value is the path and the metric label's source."""
 
@@ -63,6 +68,7 @@ class InferenceRequest:
     """A client's body, understood as far as the router needs.
 
     ``fields``: the parsed object, cleaned. ``body``: bytes with the same meaning. ``model``: "" when not named.
+    ``conversation``: what the body calls its conversation, "" for nothing.
     """
 
     endpoint: Endpoint
@@ -71,6 +77,7 @@ class InferenceRequest:
     model: str
     traits: RequestTraits
     was_cleaned: bool
+    conversation: str = ""
 
 
 def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
@@ -82,11 +89,16 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     if not isinstance(fields, dict):
         raise RequestError(f"The request body must be a JSON object, not {_json_type(fields)}.")
     was_cleaned = strip_internal_fields(fields)
-    if was_cleaned:
+    is_named = _CONVERSATION_FIELD in fields
+    names = (fields.pop(_CONVERSATION_FIELD, None), fields.get(_CACHE_KEY_FIELD))
+    if was_cleaned or is_named:
         body = _dump(fields)
     model = fields.get("model")
     traits = _traits(endpoint, fields, len(body))
-    return InferenceRequest(endpoint, fields, body, model if isinstance(model, str) else "", traits, was_cleaned)
+    conversation = next((name for name in names if isinstance(name, str) and name), "")
+    return InferenceRequest(
+        endpoint, fields, body, model if isinstance(model, str) else "", traits, was_cleaned, conversation
+    )
 
 
 def strip_internal_fields(fields: dict[str, Any]) -> bool:
@@ -151,7 +163,7 @@ def _forces_a_tool(tool_choice: object) -> bool:
 
 
 def _traits(endpoint: Endpoint, fields: dict[str, Any], len_body: int) -> RequestTraits:
-    num_tokens = len_body // _BYTES_PER_TOKEN
+    num_tokens = len_body // BYTES_PER_TOKEN
     num_prompts = 1
     wants_prompt_logprobs = fields.get("prompt_logprobs") is not None
     is_echo = bool(fields.get("echo"))

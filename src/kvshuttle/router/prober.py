@@ -19,6 +19,8 @@ from kvshuttle.handoff.messages import (
     Message,
     Refused,
     Release,
+    Renew,
+    Renewed,
     Status,
     StatusReport,
 )
@@ -27,7 +29,7 @@ from kvshuttle.router.http_text import engine_request
 from kvshuttle.router.openai import model_names
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
 
     from kvshuttle.config import RouterConfig
     from kvshuttle.router.registry import Engine, Registry
@@ -85,6 +87,19 @@ class Prober:
         ``is_again``: its prefill may end after the release arrives, so say it once more a little later.
         """
         _spawn(self._release(engine, handle, is_again=is_again), self._releases)
+
+    async def renew(self, engine: Engine, handles: Sequence[str], duration_s: float) -> tuple[float, ...]:
+        """Have an engine keep turns for ``duration_s`` from now, where that is longer than it would.
+
+        Returns the seconds that remain for each, negative when it is gone; nothing when the engine does not say.
+        """
+        renew = Renew(lease_ids=(), duration_s=duration_s, handles=tuple(handles))
+        try:
+            reply = await self._channel.request(engine.spec.side_address, renew, self._config.probe_timeout_s)
+        except (TransportError, RemoteProtocolError) as error:
+            logger.debug("renewal of %d turns at %s: %s", len(handles), engine.name, error)
+            return ()
+        return reply.handles_remaining_s if isinstance(reply, Renewed) else ()
 
     # --- HTTP ---
 

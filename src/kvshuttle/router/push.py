@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.handoff.params import DecodeLeg, Mode, PrefillResult
 from kvshuttle.router.legs import DecodeCall, run_prefill
+from kvshuttle.router.registry import peer_of
 from kvshuttle.router.telemetry import Window
-from kvshuttle.router.trip import Answer, LegFailed, peer_of
+from kvshuttle.router.trip import Answer, LegFailed
 
 if TYPE_CHECKING:
     from kvshuttle.router.registry import Engine
@@ -50,7 +51,7 @@ class PushPair:
         trip.receipt.window, trip.receipt.prefill_engine = Window.PREFILL, self._prefill.name
         prefill_timeout_s = trip.within_total(trip.config.prefill_timeout_s)
         dispatch = trip.dispatch(self._prefill)
-        leg = DecodeLeg(dispatch.transfer_id, peer_of(self._prefill), Mode.PUSH)
+        leg = DecodeLeg(dispatch.transfer_id, peer_of(self._prefill), Mode.PUSH, trip.turn.keep_at(self._decode))
         with closing(DecodeCall(trip, self._decode, leg)) as call:
             call.expect(after_s=prefill_timeout_s)
             return await self._run_both(call, dispatch, prefill_timeout_s)

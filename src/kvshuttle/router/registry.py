@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvshuttle.config import EngineRole
+from kvshuttle.handoff.params import Peer
 from kvshuttle.policy import EngineView
 from kvshuttle.router.exchange import Exchange, FailureReason
 
@@ -236,6 +237,13 @@ class Registry:
         known = [engine.models for engine in self.decodes if engine.is_up]
         is_known = bool(known) and None not in known
         self._served_models = frozenset().union(*(models for models in known if models)) if is_known else None
+
+
+def peer_of(engine: Engine) -> Peer:
+    """An engine as the other one finds it."""
+    card = engine.card
+    assert card is not None, "only engines with a card have peers"
+    return Peer(engine.spec.side_address, card.engine_id, card.incarnation)
 
 
 def _up(*, is_up: bool) -> str:

@@ -15,6 +15,8 @@ from kvshuttle.router.openai import error_body
 from kvshuttle.router.sse import EventTail, error_event
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvshuttle.config import RouterConfig
     from kvshuttle.router.exchange import Exchange
     from kvshuttle.router.http_server import Responder
@@ -22,15 +24,34 @@ if TYPE_CHECKING:
 
 
 class StreamRelay:
-    """One stream from an exchange to a responder."""
+    """One stream from an exchange to a responder. ``on_done``: called when it is whole, before the client can know."""
 
-    __slots__ = ("_config", "_deadline_at_s", "_exchange", "_last_at_s", "_loop", "_responder", "_tail", "_timer")
+    __slots__ = (
+        "_config",
+        "_deadline_at_s",
+        "_exchange",
+        "_last_at_s",
+        "_loop",
+        "_on_done",
+        "_responder",
+        "_tail",
+        "_timer",
+    )
 
-    def __init__(self, exchange: Exchange, responder: Responder, config: RouterConfig, *, deadline_at_s: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        responder: Responder,
+        config: RouterConfig,
+        *,
+        deadline_at_s: float,
+        on_done: Callable[[], None],
+    ) -> None:
         self._exchange = exchange
         self._responder = responder
         self._config = config
         self._deadline_at_s = deadline_at_s
+        self._on_done = on_done
         self._loop = asyncio.get_running_loop()
         self._tail = EventTail()
         self._last_at_s = self._loop.time()
@@ -39,7 +60,9 @@ class StreamRelay:
     async def run(self, headers: Headers, beginning: bytes) -> None:
         """Send the beginning and everything after it. Raises ``LegError`` after the client was told of a failure."""
         self._exchange.set_deadline(max(self._deadline_at_s - self._loop.time(), 0.0), "total")
-        self._responder.start(200, headers, self._tail.feed(beginning))
+        events = self._tail.feed(beginning)
+        self._note_done()
+        self._responder.start(200, headers, events)
         self._responder.watch_flow(self._exchange.pause, self._exchange.resume)
         self._arm(self._config.idle_timeout_s)
         try:
@@ -58,6 +81,7 @@ class StreamRelay:
             self._responder.watch_flow(None, None)
             if self._timer is not None:
                 self._timer.cancel()
+        self._on_done()
         rest = self._tail.rest()
         if rest:
             self._responder.write(rest)
@@ -66,8 +90,14 @@ class StreamRelay:
     def _on_data(self, data: bytes) -> None:
         self._last_at_s = self._loop.time()
         events = self._tail.feed(data)
+        self._note_done()
         if events:
             self._responder.write(events)
+
+    def _note_done(self) -> None:
+        if self._tail.is_done:
+            # Clients stop reading here, and may have sent the next turn before the engine ends its body.
+            self._on_done()
 
     def _arm(self, delay_s: float) -> None:
         self._timer = self._loop.call_later(delay_s, self._check_idle)

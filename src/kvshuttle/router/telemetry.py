@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from kvshuttle.handoff.params import Mode
-from kvshuttle.policy import ModeReason, PlacementReason, Route, RouteReason
+from kvshuttle.policy import DropReason, Following, ModeReason, PlacementReason, Route, RouteReason
+from kvshuttle.router.conversations import HistoryResult
 from kvshuttle.router.exchange import FailureReason
 from kvshuttle.router.openai import Endpoint
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from kvshuttle.policy import ConversationTable
     from kvshuttle.router.registry import Engine, Registry
 
 logger = logging.getLogger("kvshuttle.router.requests")
@@ -119,7 +121,14 @@ class Receipt:
     window: Window = Window.BETWEEN
     outcome: Outcome = Outcome.OK
     status: int = 0
+    conversation: str = ""
+    """Our name for it; a client's own is not logged."""
+    history: HistoryResult | Literal[""] = ""
+    following: Following | Literal[""] = ""
+    """Whether it was decoded where its history is kept; empty when that is nowhere."""
     num_held_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of those held, what the prefill engine did not compute for this request."""
     num_bytes: int = 0
     prefill_engine: str = ""
     decode_engine: str = ""
@@ -136,12 +145,15 @@ class Receipt:
 class Telemetry:
     """All metrics of one router. It belongs to the event loop, like everything that it counts."""
 
-    def __init__(self, registry: Registry, *, is_logging_requests: bool) -> None:
+    def __init__(self, registry: Registry, table: ConversationTable, *, is_logging_requests: bool) -> None:
         self._is_logging = is_logging_requests
+        self._table = table
         self._registry = registry
         self._requests = _zeros(Endpoint, Outcome)
         self._decisions = _zeros(Route, RouteReason)
         self._modes = _zeros(Mode, ModeReason)
+        self._histories = _zeros(HistoryResult)
+        self._followings = _zeros(Following)
         self._retries = _zeros(Leg)
         self._placements = _zeros(Leg, PlacementReason)
         self._failures = _zeros(Leg, FailureReason)
@@ -159,6 +171,10 @@ class Telemetry:
             self._decisions[receipt.route, receipt.reason] += 1
         if receipt.mode:
             self._modes[receipt.mode, receipt.mode_reason] += 1
+        if receipt.history:
+            self._histories[(receipt.history,)] += 1
+        if receipt.following:
+            self._followings[(receipt.following,)] += 1
         if receipt.outcome is Outcome.DISCONNECTED:
             self._disconnects[(receipt.window,)] += 1
         for stage, duration_s in receipt.stages_s.items():
@@ -211,7 +227,20 @@ class Telemetry:
         for (mode, stage), durations in self._stages.items():
             stages.add_metric([mode or "none", stage.value], durations.buckets(), durations.sum_s)
         yield stages
+        yield from self._history()
         yield from self._engine_gauges()
+
+    def _history(self) -> Iterator[Metric]:
+        drops: Counts = {(reason,): self._table.drops[reason] for reason in DropReason}
+        yield _counter("histories", "Requests by what became of their history", ["result"], self._histories)
+        yield _counter("history_placements", "Turns by where they were decoded", ["outcome"], self._followings)
+        yield _counter("turns_dropped", "Turns that left the conversation table", ["reason"], drops)
+        entered = CounterMetricFamily(_PREFIX + "turns_entered", "Turns that entered the conversation table")
+        entered.add_metric([], self._table.num_entered)
+        yield entered
+        size = GaugeMetricFamily(_PREFIX + "turns", "Turns in the conversation table")
+        size.add_metric([], len(self._table))
+        yield size
 
     def _engine_gauges(self) -> Iterator[Metric]:
         engines = self._registry.engines.values()

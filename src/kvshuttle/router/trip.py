@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from kvshuttle.errors import RequestError, TransportError
-from kvshuttle.handoff.params import Peer
 from kvshuttle.ids import mint
 from kvshuttle.router.exchange import FailureReason
-from kvshuttle.router.http_text import for_client
+from kvshuttle.router.http_text import CONVERSATION_HEADER, for_client
 from kvshuttle.router.openai import scrub_answer
 from kvshuttle.router.telemetry import Outcome, Plain, Stage
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvshuttle.config import RouterConfig
+    from kvshuttle.router.conversations import Turn
     from kvshuttle.router.exchange import LegError
     from kvshuttle.router.http_server import Responder
     from kvshuttle.router.openai import InferenceRequest
@@ -72,8 +72,16 @@ class Trip:
     """State of one request. ``avoid``: engines that failed it. ``is_over``: its receipt is closed."""
 
     def __init__(
-        self, routing: Routing, request: InferenceRequest, headers: bytes, responder: Responder, receipt: Receipt
+        self,
+        routing: Routing,
+        request: InferenceRequest,
+        turn: Turn,
+        *,
+        headers: bytes,
+        responder: Responder,
+        receipt: Receipt,
     ) -> None:
+        self.turn = turn
         self.routing = routing
         self.config = routing.config
         self.request = request
@@ -113,14 +121,19 @@ class Trip:
 
     def answer(self, answer: Answer) -> None:
         """Send an engine's whole answer, without anything internal. Nobody fetches for one that is an error."""
-        if answer.status >= 400:
+        if answer.status < 400:
+            self.turn.answered()
+        else:
             self.receipt.outcome = Outcome.CLIENT_ERROR if answer.status < 500 else Outcome.UNAVAILABLE
             self.release()
         self.responder.send(answer.status, self.client_headers(answer.headers), scrub_answer(answer.body))
 
     def client_headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """An engine's headers as the client gets them."""
-        return [*for_client(headers), (b"x-request-id", self.receipt.request_id.encode())]
+        own = [(b"x-request-id", self.receipt.request_id.encode())]
+        if self.turn.name:
+            own.append((CONVERSATION_HEADER, self.turn.name.encode()))
+        return [*for_client(headers), *own]
 
     def note_failure(self, leg: Leg, engine: Engine, reason: FailureReason, *, where: str = "") -> None:
         """Count a failed leg and look at its engine."""
@@ -141,10 +154,3 @@ class Trip:
             self.release()
             self.give_up(504, "The request took longer than the router's total time limit.")
         return min(timeout_s, remaining_s)
-
-
-def peer_of(engine: Engine) -> Peer:
-    """An engine as the other one finds it."""
-    card = engine.card
-    assert card is not None, "only engines with a card have peers"
-    return Peer(engine.spec.side_address, card.engine_id, card.incarnation)
