@@ -266,7 +266,8 @@ def test_the_engine_is_asked_what_it_kept_of_a_turn_whose_client_left(one, is_ke
     client.close()
 
     def renewals():
-        return [each for _, each in one.channel.messages[num_before:] if isinstance(each, Renew)]
+        renewals = [each for _, each in one.channel.messages[num_before:] if isinstance(each, Renew)]
+        return [each for each in renewals if left in each.handles]
 
     one.wait_for(lambda: len(renewals()) == 1)
     assert renewals()[0].handles == (left, first["handle"])

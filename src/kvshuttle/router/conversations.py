@@ -102,7 +102,7 @@ class Turn:
         self._problem: HistoryResult | None = None
         self._was_sent = False
         self._is_distrusted = False
-        self._is_answered = False
+        self._is_over = False
 
     @property
     def result(self) -> HistoryResult:
@@ -166,16 +166,17 @@ class Turn:
 
     def answered(self) -> None:
         """The whole answer is here, before the client has its end. Idempotent."""
-        if self._is_answered:
+        if self._is_over:
             return
-        self._is_answered = True
+        self._is_over = True
         if self._claim is not None and self._asked is not None:
             self._conversations.settle(self._claim, self._asked)
 
     def close(self, *, is_cut_off: bool) -> None:
-        """The request is over. ``is_cut_off``: in the middle of an answer; its engine may have kept it."""
-        if self._is_answered or self._claim is None:
+        """The request is over, idempotent. ``is_cut_off``: before the end of its answer, which may be kept yet."""
+        if self._is_over or self._claim is None:
             return
+        self._is_over = True
         self._conversations.table.put_back(self._claim)
         if is_cut_off and self._asked is not None:
             self._conversations.find_out(self._claim, self._asked)

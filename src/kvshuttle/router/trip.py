@@ -124,6 +124,7 @@ class Trip:
         if answer.status < 400:
             self.turn.answered()
         else:
+            self.turn.close(is_cut_off=False)
             self.receipt.outcome = Outcome.CLIENT_ERROR if answer.status < 500 else Outcome.UNAVAILABLE
             self.release()
         self.responder.send(answer.status, self.client_headers(answer.headers), scrub_answer(answer.body))
