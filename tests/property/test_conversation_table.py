@@ -122,7 +122,11 @@ class Requests(RuleBasedStateMachine):
     @rule(duration_s=st.sampled_from([0.5, 3.0, 11.0]))
     def wait(self, duration_s: float) -> None:
         self.now_s += duration_s
+
+    @rule()
+    def expire(self) -> None:
         self.table.expire(self.now_s)
+        assert len(self.table) <= len(self.everything)
 
     @rule(caller=st.sampled_from(CALLERS))
     def forget(self, caller: bytes) -> None:

@@ -196,6 +196,15 @@ def test_a_parent_that_left_meanwhile_is_not_superseded_twice():
     assert chat.table.drops == {DropReason.TABLE_FULL: 2}
 
 
+def test_what_found_a_parent_that_left_is_not_taken_from_who_has_it_now(chat):
+    _, left, _ = chat.turn("a")
+    claim = chat.claim("a", "A", "b")
+    chat.table.renewed(left.handle, -1.0, now_s=0)
+    _, other, _ = chat.turn("a")
+    assert chat.table.settle(claim, kept(), now_s=0) == []
+    assert chat.claim("a", "else").superseded == other
+
+
 def test_a_turn_settled_late_knows_whether_another_has_taken_its_place(chat):
     chat.turn("a")
     cut_off = chat.claim("a", "A", "b")
