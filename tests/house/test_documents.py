@@ -13,9 +13,10 @@ import pytest
 from kvshuttle import errors
 from kvshuttle.handoff import DenyReason, EndReason, KeepOutcome, Outcome, PushOutcome
 from kvshuttle.handoff.cards import Fingerprint
-from kvshuttle.policy import ModeReason, PlacementReason, RouteReason
+from kvshuttle.policy import DropReason, Following, ModeReason, PlacementReason, RouteReason
 from kvshuttle.router import telemetry
 from kvshuttle.router.exchange import FailureReason
+from kvshuttle.router.turns import HistoryResult
 from support.source_tree import PACKAGE, ROOT, Module, listed, modules, text_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def test_every_generated_part_is_shown_somewhere() -> None:
         ("Routes and reasons", RouteReason),
         ("Modes of a hand-off", ModeReason),
         ("Choice of an engine", PlacementReason),
+        ("History of a request", HistoryResult),
+        ("Where a turn is decoded", Following),
+        ("Turns that left the table", DropReason),
         ("Failed legs", FailureReason),
         ("Where a client left", telemetry.Window),
         ("Stages", telemetry.Stage),

@@ -54,7 +54,7 @@ def use(one, seed: int, outcomes: list) -> None:
     rng = random.Random(seed)
     for number in range(NUM_REQUESTS):
         is_stream = rng.random() < 0.6
-        body = {"model": "m", "prompt": f"{seed} {number}", "stream": is_stream}
+        body = {"model": "m", "prompt": f"{seed} " * 30 + "more " * number, "stream": is_stream}
         with contextlib.closing(one.send_post(COMPLETIONS, body, "connection: close\r\n")) as client:
             if rng.random() < 0.2:
                 client.settimeout(rng.random() * 0.1)
@@ -67,14 +67,16 @@ def use(one, seed: int, outcomes: list) -> None:
             outcomes.append((is_stream, data))
 
 
-@pytest.mark.parametrize(("seed", "mode"), [(1, "pull"), (2, "push"), (3, "auto")])
-def test_whatever_fails_answers_are_whole_or_marked_and_nothing_stays_held(seed, mode):
+@pytest.mark.parametrize(
+    ("seed", "mode", "is_reusing"), [(1, "pull", False), (2, "push", False), (3, "auto", False), (4, "auto", True)]
+)
+def test_whatever_fails_answers_are_whole_or_marked_and_nothing_stays_held(seed, mode, is_reusing):
     rng = random.Random(seed)
     print(f"seed={seed}")
     faults = [status(500), status(503), reset_before_headers]
     prefill_faults = [*faults, hang]
     decode_faults = [*faults, hang_if_streamed, reset_after_headers, break_off]
-    knobs = {"mode": mode, "total_timeout_s": 20, "max_attempts": 4}
+    knobs = {"mode": mode, "total_timeout_s": 20, "max_attempts": 4, "is_reusing_history": is_reusing}
     with cluster(2, 2, **knobs, prefill_timeout_s=0.3, first_byte_timeout_s=0.3) as one:
         for prefill in one.prefills:
             prefill.script = scripted(random.Random(rng.random()), prefill_faults, 0.15)
@@ -89,6 +91,7 @@ def test_whatever_fails_answers_are_whole_or_marked_and_nothing_stays_held(seed,
         check_answers(outcomes)
         one.wait_until_nothing_is_left()
         check_handles(one)
+        check_turns(one, is_reusing=is_reusing)
 
 
 def check_answers(outcomes: list) -> None:
@@ -124,7 +127,7 @@ def check_handles(one) -> None:
     """Every transfer was either fetched by a decode leg that got its answer begun, or given back."""
     prefill_ids = [call.leg["transfer_id"] for engine in one.prefills for call in engine.calls]
     assert len(prefill_ids) == len(set(prefill_ids))
-    legs = [call for engine in one.decodes for call in engine.calls if call.leg]
+    legs = [call for engine in one.decodes for call in engine.calls if call.leg and "transfer_id" in call.leg]
     decoded = {call.leg["transfer_id"] for call in legs if not call.was_aborted}
     # A pushed decode leg may be on its way before its prefill leg, and alone when its client leaves just then.
     assert {call.leg["transfer_id"] for call in legs if call.leg["mode"] == "pull"} <= set(prefill_ids)
@@ -134,3 +137,18 @@ def check_handles(one) -> None:
         return set(prefill_ids) - decoded - released
 
     one.wait_for(lambda: not left_over())
+
+
+def check_turns(one, *, is_reusing: bool) -> None:
+    """Every handle that an engine was asked to keep is in the table, superseded, or given back in the end."""
+    table = one.router.conversations.table
+    calls = [call for engine in one.decodes for call in engine.calls if call.leg and "keep" in call.leg]
+    asked = {call.leg["keep"]["handle"] for call in calls}
+    superseded = {call.leg["keep"].get("supersedes") for call in calls}
+    assert bool(asked) is bool(table) is is_reusing
+    one.wait_for(lambda: asked == asked & (set(table._turns) | superseded | given_back(one)), timeout_s=10)
+    assert not set(table._turns) & given_back(one)
+
+
+def given_back(one) -> set[str]:
+    return {handle for engine in one.decodes for handle in engine.released}

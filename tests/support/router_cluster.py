@@ -164,6 +164,7 @@ class Cluster:
 
     def _left_over(self) -> dict[str, object]:
         found: dict[str, object] = {"legs": list(self.router._routing.late_legs)}
+        found["claims"] = dict(self.router.conversations.table._claims)
         for name, engine in self.router.registry.engines.items():
             found[f"{name} exchanges"] = list(engine._exchanges)
             found[f"{name} load"] = engine.outstanding_requests or engine.outstanding_tokens

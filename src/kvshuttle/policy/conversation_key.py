@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-import orjson
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_ENCODER = msgspec.json.Encoder(order="deterministic")
 _DIGEST_BYTES = 16
 _NAME_BYTES = 12
 _MAX_MESSAGES = 10_000
@@ -123,8 +124,8 @@ def chat_trail(scope: Scope, messages: object) -> ChatTrail | None:
     mark = _digest(b"chat", scope.seed)
     for message in messages:
         try:
-            text = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
-        except orjson.JSONEncodeError:
+            text = _ENCODER.encode(message)
+        except RecursionError:
             return None  # nested too deeply
         mark = _digest(mark, text)
         marks.append(mark)

@@ -46,7 +46,7 @@ class Following(StrEnum):
     AVOIDED = "avoided"
     """It is in quarantine, or failed this very request."""
     UNABLE = "unable"
-    """It is down, does not serve the model any more, or cannot exchange KV with the prefill engine."""
+    """It does not serve the model any more, or cannot exchange KV with the prefill engine."""
 
 
 class EngineView(msgspec.Struct, frozen=True):

@@ -20,9 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from kvshuttle.handoff.params import Mode
 from kvshuttle.policy import DropReason, Following, ModeReason, PlacementReason, Route, RouteReason
-from kvshuttle.router.conversations import HistoryResult
 from kvshuttle.router.exchange import FailureReason
 from kvshuttle.router.openai import Endpoint
+from kvshuttle.router.turns import HistoryResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvshuttle.config import RouterConfig
-    from kvshuttle.router.conversations import Turn
     from kvshuttle.router.exchange import LegError
     from kvshuttle.router.http_server import Responder
     from kvshuttle.router.openai import InferenceRequest
     from kvshuttle.router.prober import Prober
     from kvshuttle.router.registry import Engine, Registry
     from kvshuttle.router.telemetry import Leg, Receipt, Telemetry
+    from kvshuttle.router.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)

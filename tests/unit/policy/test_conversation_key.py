@@ -94,7 +94,7 @@ def test_what_is_no_list_of_messages_has_no_trail(messages):
 
 def test_messages_nested_too_deeply_have_no_trail():
     nested: list = []
-    for _ in range(300):
+    for _ in range(5000):
         nested = [nested]
     assert chat_trail(SCOPE, [{"role": "user", "content": nested}]) is None
 
