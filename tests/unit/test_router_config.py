@@ -66,6 +66,11 @@ def test_a_malformed_engine_is_refused_with_an_example(text):
         ({"engine_api_key": 1}, "engine_api_key"),
         ({"decode": ["http://127.0.0.1:8100,127.0.0.1:2"]}, "http_address '127.0.0.1:8100' is given twice"),
         ({"unhealthy_after": -1}, "unhealthy_after"),
+        ({"is_reusing_history": "yes"}, "is_reusing_history: true or false"),
+        ({"history_ttl_s": 0}, "history_ttl_s"),
+        ({"history_ttl_s": 1.0, "history_margin_s": 1.0}, "history_margin_s: less than history_ttl_s"),
+        ({"max_conversations": 0}, "max_conversations"),
+        ({"local_append_max_tokens": -1}, "local_append_max_tokens"),
         ({"prefill_failure_policy": "pray"}, "prefill_failure_policy: one of"),
     ],
 )

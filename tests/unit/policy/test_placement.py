@@ -1,7 +1,15 @@
 import pytest
 from msgspec.structs import replace
 
-from kvshuttle.policy import EngineView, Placement, PlacementReason, place_decode, place_prefill
+from kvshuttle.policy import (
+    EngineView,
+    Following,
+    Placement,
+    PlacementReason,
+    follow_history,
+    place_decode,
+    place_prefill,
+)
 
 P0 = EngineView("p0", is_up=True, peers=frozenset({"d0", "d1"}))
 P1 = replace(P0, name="p1")
@@ -82,3 +90,34 @@ def test_a_decode_engine_must_be_able_to_read_from_the_source():
     assert decode(stranger, source="p0") == Placement(None, PlacementReason.NO_COMPATIBLE_PAIR)
     assert decode(stranger, D1, source="p0").engine == "d1"
     assert decode(stranger, source=None).engine == "d0"
+
+
+def following(view: EngineView, *, source: str | None = "p0", avoid: tuple[str, ...] = (), num_tokens: int = 10):
+    return follow_history(view, model="m", source=source, avoid=avoid, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, Following.FOLLOWED),
+        ({"outstanding_requests": 5, "num_slots": 6}, Following.FOLLOWED),
+        ({"outstanding_requests": 6, "num_slots": 6}, Following.BUSY),
+        ({"num_queued": 1}, Following.BUSY),
+        ({"num_blocks": 4, "num_free_blocks": 0, "block_size_tokens": 16}, Following.BUSY),
+        ({"is_quarantined": True}, Following.AVOIDED),
+        ({"is_quarantined": True, "num_queued": 1}, Following.AVOIDED),
+        ({"peers": frozenset({"p1"})}, Following.UNABLE),
+        ({"models": frozenset({"n"})}, Following.UNABLE),
+        ({"is_up": False, "is_quarantined": True}, Following.UNABLE),
+    ],
+)
+def test_a_turn_goes_where_its_history_is_kept_unless_that_engine_should_not_have_it(change, expected):
+    assert following(replace(D0, **change)) is expected
+
+
+def test_an_engine_that_failed_the_turn_is_not_gone_back_to():
+    assert following(D0, avoid=("d0",)) is Following.AVOIDED
+
+
+def test_a_turn_for_one_engine_alone_needs_no_peer():
+    assert following(replace(D0, peers=frozenset()), source=None) is Following.FOLLOWED

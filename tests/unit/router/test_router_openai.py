@@ -334,3 +334,25 @@ def test_model_names_are_unknown_when_the_answer_is_not_a_list_of_models(body):
 
 def test_model_names_are_read_from_the_cards():
     assert model_names(b'{"data":[{"id":"a"},{"id":"b"}]}') == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"conversation_id": "a", "prompt_cache_key": "b"}, "a"),
+        ({"prompt_cache_key": "b"}, "b"),
+        ({"conversation_id": "", "prompt_cache_key": "b"}, "b"),
+        ({"conversation_id": 7, "prompt_cache_key": ["b"]}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_the_body_calls_its_conversation_is_read_and_only_what_engines_know_stays(fields, expected):
+    request = parse_request(Endpoint.CHAT, json.dumps({"messages": [], **fields}).encode())
+    assert request.conversation == expected
+    fields.pop("conversation_id", None)
+    assert json.loads(request.body) == {"messages": [], **fields}
+
+
+def test_a_body_without_a_conversation_passes_byte_for_byte():
+    body = b'{ "prompt_cache_key": "b",  "messages": [] }'
+    assert parse_request(Endpoint.CHAT, body).body == body
