@@ -58,12 +58,15 @@ class Keeper:
 
     # -- keeping ----------------------------------------------------------------------------------
 
-    def lasting_chain(self, request: Request) -> TokenChain | None:
-        """Names what a request that is over leaves for a later turn; None for nothing."""
+    def lasting_chain(self, request: Request, prompt: TokenChain | None = None) -> TokenChain | None:
+        """Names what a request that is over leaves for a later turn; None for nothing.
+
+        ``prompt``: its prompt's chain, where it is known.
+        """
         is_complete = vllm_compat.is_answered(request)
         if not is_complete and vllm_compat.is_aborted(request):
             is_complete = self._is_disconnect_retained or vllm_compat.has_stop_strings(request)
-        return settled_chain(request, self._block_size_tokens) if is_complete else None
+        return settled_chain(request, self._block_size_tokens, prompt) if is_complete else None
 
     def keep(self, wish: Keep, chain: TokenChain, block_ids: Sequence[int]) -> None:
         """Keep the blocks of ``chain``, with which ``block_ids`` begins; vLLM may be told that they are free."""
