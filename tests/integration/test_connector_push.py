@@ -104,6 +104,18 @@ def test_the_decode_leg_may_come_in_the_middle_of_the_prefill(make_pair):
     pair.assert_drained()
 
 
+def test_a_decode_leg_that_waits_for_a_push_is_reported_as_loading_and_not_as_a_queue(make_pair):
+    pair = make_pair()
+    request_id = pair.decode("x-1", mode=Mode.PUSH)
+    run_until(lambda: pair.sink.half._reader.is_loading(request_id), [pair.sink], "the load")
+    status = pair.sink.status()
+    assert (status.num_waiting, status.num_loading, status.num_slots) == (1, 1, 16)
+    pair.begin_prefill("x-1")
+    pair.finish(request_id)
+    assert pair.sink.status().num_loading == 0
+    pair.assert_drained()
+
+
 def test_the_decode_leg_waits_for_a_prefill_leg_that_comes_late(make_pair):
     pair = make_pair()
     request_id = pair.decode("x-1", mode=Mode.PUSH)

@@ -14,6 +14,7 @@ STREAMED = {**BODY, "stream": True}
 def one(request):
     with cluster(mode=request.param) as running:
         yield running
+        running.wait_until_nothing_is_left()
 
 
 def gone(one, window: str) -> bool:
@@ -30,6 +31,7 @@ def test_a_client_that_leaves_while_the_prefill_runs_ends_it_and_releases_the_ha
     one.prefills[0].script.append(hang)
     client = one.send_post(COMPLETIONS, body)
     one.wait_for(lambda: len(one.prefills[0].calls) == 1)
+    one.wait_for(lambda: len(one.decodes[0].calls) == (one.mode == "push"))
     client.close()
     one.wait_for(lambda: one.prefills[0].num_aborted == 1)
     one.wait_for(lambda: gone(one, "prefill"))
@@ -49,7 +51,7 @@ def test_a_prefill_that_ends_after_its_client_left_is_released_by_the_second_rel
 
 
 def test_a_client_that_leaves_between_the_legs_gets_no_decode_leg_and_its_handle_released():
-    with cluster(retry_pause_s=5) as one:
+    with cluster(mode="pull", retry_pause_s=5) as one:
         one.decodes[0].script.append(lambda call: call.reset())
         client = one.send_post(COMPLETIONS, BODY)
         one.wait_for(lambda: len(one.decodes[0].calls) == 1)
@@ -64,6 +66,7 @@ def test_a_client_that_leaves_before_the_first_data_event_ends_the_decode_leg_an
     one.decodes[0].script.append(behaviour)
     client = one.send_post(COMPLETIONS, body)
     one.wait_for(lambda: len(one.decodes[0].calls) == 1)
+    one.wait_for(lambda: one.prefills[0].calls and one.metric("outstanding_requests", engine="prefill-0") == 0)
     client.close()
     one.wait_for(lambda: one.decodes[0].num_aborted == 1)
     one.wait_for(lambda: gone(one, "decode"))
@@ -119,10 +122,12 @@ def test_twenty_clients_that_leave_at_any_time_leave_nothing_behind(one):
         ][number % 3]
         if engine is one.decodes[0]:
             one.prefills[0].script.append(default_behaviour)
-        before = len(engine.calls)
+        before, num_decodes = len(engine.calls), len(one.decodes[0].calls)
         engine.script.append(behaviour)
         client = one.send_post(COMPLETIONS, STREAMED)
         one.wait_for(lambda engine=engine, before=before: len(engine.calls) > before)
+        if one.mode == "push":
+            one.wait_for(lambda before=num_decodes: len(one.decodes[0].calls) > before)
         client.close()
         one.wait_for(lambda: not one.prefills[0].script and not one.decodes[0].script)
     handles = {call.leg["transfer_id"] for call in one.prefills[0].calls}

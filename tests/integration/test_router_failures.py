@@ -5,13 +5,12 @@ import time
 
 import pytest
 
+from support.engine_faults import DECODE_FAULTS, PREFILL_FAULTS
 from support.fake_engine import (
     DEFAULT_ANSWER,
     DEFAULT_EVENTS,
     hang,
-    hang_after_headers,
     once_among,
-    reset_after_headers,
     reset_before_headers,
     sse,
     status,
@@ -22,28 +21,6 @@ from support.router_cluster import cluster
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "m", "prompt": "hello"}
 STREAMED = {**BODY, "stream": True}
-ERROR_500 = b'data: {"error":{"message":"load failed","type":"InternalServerError","param":null,"code":500}}\n\n'
-
-FAULTS = {
-    "500": status(500),
-    "503": status(503),
-    "reset_before_headers": reset_before_headers,
-    "reset_after_headers": reset_after_headers,
-    "no_http": lambda call: call.send(b"rubbish\r\n\r\n"),
-    "odd_status": status(302),
-}
-DECODE_FAULTS = {
-    **FAULTS,
-    "hang_after_headers": hang_after_headers,
-    "error_event_first": stream([ERROR_500, b"data: [DONE]\n\n"]),
-    "comment_then_error": stream([b": ping\n\n", ERROR_500]),
-    "empty_stream": stream([]),
-    "comments_only": stream([b": ping\n\n"]),
-    "reset_in_first_event": stream([b"data: {"], then="reset"),
-    "hang": hang,
-}
-
-
 both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
 
 
@@ -57,16 +34,17 @@ def two(request):
 def pairs(two):
     for engine in [*two.prefills, *two.decodes]:
         engine.forget()
-    return two
+    yield two
+    two.wait_until_nothing_is_left()
 
 
 def calls(engines):
     return [call for engine in engines for call in engine.calls]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "hang"])
+@pytest.mark.parametrize("fault", PREFILL_FAULTS)
 def test_a_failing_prefill_leg_is_tried_at_another_engine_with_a_fresh_transfer(pairs, fault):
-    used = once_among(pairs.prefills, {**FAULTS, "hang": hang}[fault])
+    used = once_among(pairs.prefills, PREFILL_FAULTS[fault])
     assert pairs.post(COMPLETIONS, BODY).status == 200
     first, second = sorted(calls(pairs.prefills), key=lambda call: call.engine is not used[0])
     assert first.engine is not second.engine
@@ -205,6 +183,16 @@ def test_a_stream_that_dies_ends_with_an_error_event_and_neither_done_nor_a_last
         assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 1
         # What D held of the transfer is D's to release; nothing is retried.
         assert len(one.prefills[0].calls) == 1
+
+
+@pytest.mark.parametrize("end", ["reset", "hang"])
+def test_a_stream_that_dies_after_its_last_event_was_whole(end):
+    with cluster(idle_timeout_s=0.3) as one:
+        one.decodes[0].script.append(stream(DEFAULT_EVENTS, then=end))
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
+        assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 0
+        # Its connection is not used again.
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
 
 
 def test_a_slow_stream_is_not_an_idle_one():

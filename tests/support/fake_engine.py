@@ -29,6 +29,7 @@ from kvshuttle.handoff.messages import (
     StatusReport,
 )
 
+_OTHER_LEG_S = 0.5
 FINGERPRINT = Fingerprint("model", "bf16", 16, 2, 2, 64, 1, "layout", (1024,), "chain-v1")
 
 
@@ -167,8 +168,12 @@ DEFAULT_ANSWER = {"id": "cmpl-1", "choices": [{"index": 0, "text": "hello world"
 
 
 class FakeEngine:
-    """One engine on a free loopback port. ``computed``: transfers whose prompts some engine has computed."""
+    """One engine on a free loopback port.
 
+    ``begun``, ``computed``: transfers whose prompts some engine was asked to compute, and has computed.
+    """
+
+    begun: ClassVar[defaultdict[str, asyncio.Event]] = defaultdict(asyncio.Event)
     computed: ClassVar[defaultdict[str, asyncio.Event]] = defaultdict(asyncio.Event)
 
     def __init__(self, name: str, *, models: tuple[str, ...] = ("m",), fingerprint: Fingerprint = FINGERPRINT) -> None:
@@ -272,9 +277,22 @@ class FakeEngine:
             assert method == "POST", method
             call.body = json.loads(raw_body)
             self.calls.append(call)
+            await self._meet_the_other_leg(call)
             behave = self.script.popleft() if self.script else default_behaviour
             await behave(call)
         return not writer.is_closing() and not call.was_aborted
+
+    async def _meet_the_other_leg(self, call: Call) -> None:
+        """Legs that are sent at once arrive in any order: so that a test knows what there is, the decode leg waits."""
+        leg = call.leg
+        if leg is None or leg.get("mode") != "push":
+            return
+        begun = FakeEngine.begun[leg["transfer_id"]]
+        if leg["leg"] == "prefill":
+            begun.set()
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(begun.wait(), _OTHER_LEG_S)
 
 
 async def default_behaviour(call: Call) -> None:

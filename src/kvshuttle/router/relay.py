@@ -1,7 +1,8 @@
 """Passes a decode stream to the client, with flow control and deadlines, and ends it honestly.
 
 A stream that dies after its first data event gets an error event, as OpenAI clients know it, and is then cut off
-without ``[DONE]`` and without the last chunk, so that neither SSE nor HTTP readers can take it for whole.
+without ``[DONE]`` and without the last chunk, so that neither SSE nor HTTP readers can take it for whole. One that dies
+after ``[DONE]`` was whole: the client has its answer.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class StreamRelay:
         try:
             await self._exchange.forward(self._on_data)
         except LegError as error:
+            if self._tail.is_done:
+                self._responder.finish()
+                return
             status = 504 if error.reason is FailureReason.TIMEOUT else 502
             body = error_body("The engine failed while it was answering.", status=status, kind="EngineFailedError")
             separator = b"\n\n" if self._tail.is_torn else b""

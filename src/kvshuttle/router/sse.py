@@ -16,6 +16,7 @@ from kvshuttle.router.openai import has_transfer_params, scrub_answer
 _MAX_HELD_BYTES = 1 << 20
 """An event longer than this is passed on in parts."""
 _PARAMS = b"_transfer_params"
+_DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data:[DONE]\n\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,14 @@ class EventTail:
     """Passes a stream through in whole events, without ``…_transfer_params``.
 
     ``feed`` returns what may be sent now, ``rest`` what is left when the stream ended well. ``is_torn``: an event too
-    long to hold has been passed on in part.
+    long to hold has been passed on in part. ``is_done``: the last event was ``[DONE]``, after which nothing follows.
     """
 
-    __slots__ = ("_held", "is_torn")
+    __slots__ = ("_held", "is_done", "is_torn")
 
     def __init__(self) -> None:
         self._held = b""
+        self.is_done = False
         self.is_torn = False
 
     def feed(self, data: bytes) -> bytes:
@@ -73,6 +75,7 @@ class EventTail:
             self._held = b""
         if data.endswith((b"\n\n", b"\r\n\r\n")):
             self.is_torn = False
+            self.is_done = data.endswith(_DONE)
         else:
             data = self._hold_partial(data)
         if _PARAMS in data:

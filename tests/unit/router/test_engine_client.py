@@ -243,6 +243,35 @@ def test_an_idle_connection_that_is_too_old_is_not_used():
     on_loop(test)
 
 
+@pytest.mark.parametrize("end", [asyncio.CancelledError, TimeoutError, OSError])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_connect_that_does_not_come_to_an_end_leaves_no_connection_behind(monkeypatch, end, is_open):
+    """uvloop says nothing to a protocol whose connection was made in the moment in which its connect was cancelled."""
+
+    async def test(wire: Wire) -> None:
+        made, sockets = [], [Socket(), Socket()]
+
+        async def connect(factory, *_args, **_knobs):
+            made.append(factory())
+            if is_open:
+                made[-1].connection_made(sockets[len(made) - 1])
+            raise end
+
+        monkeypatch.setattr(wire.pool._loop, "create_connection", connect)
+        for _ in sockets:
+            with pytest.raises((asyncio.CancelledError, LegError)):
+                await wire.pool.send(b"request")
+        assert wire.pool._open == {wire.connection}
+        late, socket = made[-1], sockets[-1]
+        if not is_open:
+            late.connection_made(socket)
+        assert not socket.is_open
+        late.connection_lost(None)
+        assert wire.pool._open == {wire.connection}
+
+    on_loop(test)
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=120), st.lists(st.integers(0, 300), max_size=4), st.booleans())
 def test_whatever_an_engine_sends_an_exchange_ends(noise, cuts, is_prefixed):

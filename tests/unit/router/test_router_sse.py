@@ -103,5 +103,24 @@ def test_internal_params_in_an_unfinished_last_event_are_nulled_too():
     assert b"10.0.0.1" not in tail.rest()
 
 
+@pytest.mark.parametrize("done", [b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data:[DONE]\n\n"])
+def test_a_stream_is_done_with_the_event_that_says_so_and_not_before(done):
+    for cut in range(len(done)):
+        tail = EventTail()
+        tail.feed(b"data: 1\n\n" + done[:cut])
+        assert not tail.is_done
+        tail.feed(done[cut:])
+        assert tail.is_done
+
+
+@pytest.mark.parametrize(
+    "event", [b'data: {"text": "data: [DONE]"}\n\n', b"data: [DONE]\n", b": [DONE]\n\n", b"data: 2\n\n"]
+)
+def test_a_stream_that_only_mentions_the_end_is_not_done(event):
+    tail = EventTail()
+    tail.feed(event)
+    assert not tail.is_done
+
+
 def test_an_error_event_is_one_event():
     assert error_event(b"{}") == b"data: {}\n\n"
