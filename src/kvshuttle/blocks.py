@@ -71,13 +71,18 @@ class TokenChain:
             )
 
 
-def token_chain(token_ids: Sequence[int], block_size_tokens: int, identity: ContentIdentity) -> TokenChain:
-    """Hash ``token_ids`` into a chain. The identity goes into the root, multimodal spans into their blocks."""
-    digest = _root(block_size_tokens, identity)
-    links: list[bytes] = []
+def token_chain(
+    token_ids: Sequence[int], block_size_tokens: int, identity: ContentIdentity, *, known: TokenChain | None = None
+) -> TokenChain:
+    """Hash ``token_ids`` into a chain. The identity goes into the root, multimodal spans into their blocks.
+
+    ``known``: the chain of a beginning of the same sequence, whose full blocks are not hashed again.
+    """
     num_tokens = len(token_ids)
     num_full = num_tokens // block_size_tokens
-    for index in range(num_full):
+    links = list(known.links[:num_full]) if known is not None else []
+    digest = links[-1] if links else _root(block_size_tokens, identity)
+    for index in range(len(links), num_full):
         start = index * block_size_tokens
         digest = _link(digest, token_ids[start : start + block_size_tokens], start, identity)
         links.append(digest)

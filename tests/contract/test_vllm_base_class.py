@@ -98,7 +98,7 @@ def test_transfer_results_start_empty_and_share_nothing():
 @pytest.mark.parametrize(
     ("owner", "names"),
     [
-        (BlockPool, {"touch", "free_blocks", "get_num_free_blocks"}),
+        (BlockPool, {"touch", "free_blocks", "get_num_free_blocks", "get_cached_block"}),
         (BlockPool(4, enable_caching=True, hash_block_size=16), {"blocks", "num_gpu_blocks"}),
         (KVCacheBlock(1), {"block_id", "ref_cnt"}),
         (RequestStatus, {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"}),
@@ -139,6 +139,13 @@ def test_attributes_of_a_request_that_we_read_exist():
     assert vllm_compat.is_answered(request)
     request.status = RequestStatus.FINISHED_ABORTED
     assert not vllm_compat.is_answered(request)
+    assert vllm_compat.is_aborted(request)
+    assert not vllm_compat.has_stop_strings(request)
+    assert vllm_compat.num_settled_tokens(request) == 0
+    request.append_output_token_ids([3, 4])
+    request.num_computed_tokens = 3
+    assert vllm_compat.num_settled_tokens(request) == 3
+    assert list(request.all_token_ids[:3]) == [1, 2, 3]
 
 
 def test_pinning_adds_a_reference_and_unpinning_takes_it():
@@ -150,6 +157,26 @@ def test_pinning_adds_a_reference_and_unpinning_takes_it():
     assert pool.get_num_free_blocks() == 9 - 3
     vllm_compat.unpin(pool, ids)
     assert pool.get_num_free_blocks() == 9
+
+
+def test_blocks_of_a_cached_prefix_are_found_by_the_hashes_of_a_request(tmp_path):
+    from kvshuttle.transport.memory import MemoryFabric, MemoryTransport
+    from support.vllm_engine import Engine, EngineOptions
+
+    fabric = MemoryFabric()
+    engine = Engine(EngineOptions("e", lambda rank: MemoryTransport(fabric, "agent")), tmp_path)
+    try:
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        for name in ("first", "second"):
+            request = engine.add(name, list(range(40)))
+            while not engine.has_finished(name):
+                found = vllm_compat.cached_blocks(pool, request, 2)
+                assert len(found) == (0 if name == "first" and not request.num_computed_tokens else 2)
+                assert len(vllm_compat.cached_blocks(pool, request, 1)) <= 1
+                engine.step()
+        assert vllm_compat.num_watermark_blocks(engine.scheduler.kv_cache_manager) == 0
+    finally:
+        engine.shutdown()
 
 
 def test_the_instruction_set_of_the_cpu_backend_can_be_asked():

@@ -6,24 +6,33 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from e2e.test_disconnects import NUM_DISCONNECTS, leave_after
+from e2e.test_engine_death import SUSPENDED_ANSWER_WITHIN_S, source_of, suspended
 from e2e.test_equal_answers import LENGTHS, assert_eight_at_once, assert_equal, assert_handed_off, request_for
 from kvshuttle.config import LauncherConfig
+from kvshuttle.handoff.params import DecodeLeg, Mode, PrefillLeg, to_params
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports
 from kvshuttle.launcher.plan import FleetPlan, plan_router
-from support.live import Live, difference, live_cluster
+from support.live import BLOCK_SIZE_TOKENS, Live, difference, live_cluster, post
 from support.tiny_model import KV_BYTES_PER_TOKEN, make_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
+    from support.live import Answer
+
 CHUNK_TOKENS = 128
+NUM_DECODE_BLOCKS = 64
+"""So few that a handful of requests has used each of them."""
+MAX_ATTEMPTS = 20
+PATH = "/v1/completions"
 MODES = ("push", "auto")
 TOPOLOGIES = {
     "2P1D": (("prefill-0", "prefill-1"), ("decode-0",)),
@@ -45,7 +54,8 @@ def four(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[Cr
         num_prefill=2,
         num_decode=2,
         engine_args=args,
-        connector_options={"lease_s": 6.0},
+        decode_args=("--num-gpu-blocks-override", str(NUM_DECODE_BLOCKS)),
+        connector_options={"lease_s": 6.0, "push_timeout_s": 3.0},
     )
     with live_cluster(config, model, log_dir / "many-engines", plain_args=args) as cluster:
         ports = free_ports(cluster.rng)
@@ -146,3 +156,60 @@ def test_readers_and_writers_with_several_peers_at_once(four: Crowd) -> None:
             assert_equal(each.result(), reference)
     for live in lives:
         assert live.wait_settled(timeout_s=10) == {}
+
+
+@pytest.mark.parametrize("round_number", range(3))
+def test_a_prefill_engine_that_wakes_up_too_late_writes_into_nobodys_blocks(four: Crowd, round_number: int) -> None:
+    """It was suspended in the middle of a push for longer than every deadline, and goes on with it afterwards."""
+    live = replace(four.behind("2P1D"), prefill_names=("prefill-0",))
+    for _ in range(MAX_ATTEMPTS):
+        before = live.moved()
+        body = {**request_for(live, "completions", 2000, is_streamed=False)[1], "max_tokens": 4 + round_number}
+        reference = live.ask_plain(PATH, body)
+        streamed = live.pushed()["streamed"]
+        with ThreadPoolExecutor(2) as pool:
+            prefilling, decoding = push_by_hand(live, body, pool)
+            wait_until_streaming(live, streamed, decoding)
+            with suspended(live, "prefill-0"):
+                assert_equal(decoding.result(timeout=SUSPENDED_ANSWER_WITHIN_S), reference)
+                is_caught = difference(live.moved(), before)["received"] == 0
+                if is_caught:
+                    assert live.metrics("decode-0").sum("kvshuttle:quarantined_blocks") > 0
+                    assert_churn_is_right(live)
+            assert_churn_is_right(live)
+            assert prefilling.result().status == 200
+        assert live.wait_settled(timeout_s=15) == {}
+        if is_caught:
+            return
+    pytest.fail(f"{MAX_ATTEMPTS} prompts were written before their engine could be suspended")
+
+
+def push_by_hand(live: Live, body: dict[str, Any], pool: ThreadPoolExecutor) -> tuple[Future[Answer], Future[Answer]]:
+    """Both legs past the router, which would not leave it to the decode engine to notice."""
+    transfer_id = f"by-hand-{live.rng.randrange(10**9)}"
+    prefill = PrefillLeg(transfer_id, Mode.PUSH)
+    decode = DecodeLeg(transfer_id, source_of(live, "prefill-0"), Mode.PUSH)
+    return (
+        pool.submit(
+            post,
+            live.engine_url("prefill-0"),
+            PATH,
+            {**body, "max_tokens": 1, "kv_transfer_params": to_params(prefill)},
+        ),
+        pool.submit(post, live.engine_url("decode-0"), PATH, {**body, "kv_transfer_params": to_params(decode)}),
+    )
+
+
+def wait_until_streaming(live: Live, before_bytes: float, decoding: Future[Answer]) -> None:
+    """Until a first chunk is written, or all of it."""
+    while live.pushed()["streamed"] == before_bytes and not decoding.done():
+        pass
+
+
+def assert_churn_is_right(live: Live) -> None:
+    """Requests that use every block of the decode engine that it may use, asked past the router, answer rightly."""
+    num_tokens = 1500
+    for _ in range(2 * NUM_DECODE_BLOCKS * BLOCK_SIZE_TOKENS // num_tokens):
+        body = request_for(live, "completions", num_tokens, is_streamed=False)[1]
+        answer = post(live.engine_url("decode-0"), PATH, body)
+        assert_equal(answer, live.ask_plain(PATH, body))

@@ -318,7 +318,7 @@ def test_what_cannot_be_had_is_computed_and_counted_by_reason(make_pair, change,
 
 
 def test_a_restarted_decode_engine_is_a_miss(make_pair):
-    pair = make_pair(source=NO_CACHE, sink=ROOMY)
+    pair = make_pair(source={**NO_CACHE, "extra": {**EAGER, "acquire_timeout_s": 0.5}}, sink=ROOMY)
     talk = Conversation(pair)
     first = talk.turn(FIRST, max_tokens=30)
     pair.kill(pair.sink)
@@ -436,6 +436,7 @@ def test_a_decode_leg_aborted_at_any_moment_keeps_nothing_wrong(make_pair, num_s
     pair.sink.abort(decode)
     engines = [pair.source, pair.sink]
     run_until(lambda: pair.source.has_finished(prefill) and pair.sink.is_idle(), engines, "both legs to end")
+    ask_side(pair.source.half.address, Release(handles=("x-c-0",)))  # as the router does for a client that left
     second = talk.turn([*FIRST, *tokens, *NEW])
     assert second.num_cached <= len(FIRST) + len(tokens)
     let_go(pair, talk)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvshuttle.blocks import (
     DIGEST_LEN_BYTES,
@@ -128,3 +130,17 @@ def test_the_scheme_does_not_change_unnoticed() -> None:
         "7d004d0fd2565c3043d8b000ea1f0154",
         "83d53bec48dbb1bcc327e859dbdb8e36",
     ]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), max_size=40),
+    num_known=st.integers(0, 50),
+    salt=st.sampled_from(["", "s"]),
+)
+def test_a_known_beginning_changes_no_link(tokens: list[int], num_known: int, salt: str) -> None:
+    identity = ContentIdentity(salt=salt, multimodal=(MultimodalSpan(5, 9, "image"),))
+    known = token_chain([*tokens, *range(50)][:num_known], 4, identity)
+    if num_known <= len(tokens):
+        assert token_chain(tokens, 4, identity, known=known) == token_chain(tokens, 4, identity)
+    beginning = token_chain(tokens, 4, identity)
+    assert token_chain(tokens[:num_known], 4, identity, known=beginning) == token_chain(tokens[:num_known], 4, identity)

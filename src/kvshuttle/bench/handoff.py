@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvshuttle.bench.figures import handoff_records, intervals, median
-from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
+from kvshuttle.bench.legs import Driven, Pair, complete, drive, fetch_text, send
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
@@ -37,6 +37,8 @@ from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from kvshuttle.launcher.plan import ProcessPlan
 
 _SETTLE_S = 0.15
 """Pause between rounds, so that leases and notifications of one do not fall into the next."""
@@ -148,6 +150,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
                 f"[{run.num_done}/{run.num_cells}] {system.name}: {cell.text}: {_summary(records)},"
                 f" {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left"
             )
+        _save_metrics(system, run, pair_plan.engines)
 
 
 @dataclass(slots=True)
@@ -230,6 +233,19 @@ class _Bench:
                 connections.enter_context(contextlib.closing(request))
             time.sleep(_QUIET_WINDOW_S)
             yield [_key(prompt) for prompt in prompts]
+
+
+def _save_metrics(system: System, run: _Run, engines: Sequence[ProcessPlan]) -> None:
+    """What the engines' connectors counted themselves, for a look behind the figures."""
+    directory = run.out_dir / "metrics"
+    directory.mkdir(exist_ok=True)
+    for engine in engines:
+        lines = [
+            line
+            for line in fetch_text(engine.url, "/metrics").splitlines()
+            if line.startswith(("kvshuttle:", "vllm:nixl", "vllm:corrupted", "vllm:num_preemptions"))
+        ]
+        (directory / f"{system.name}-{engine.name}.txt").write_text("\n".join(lines) + "\n")
 
 
 def _identity(side_address: str) -> Peer:

@@ -24,6 +24,7 @@ from kvshuttle.handoff.retention import Retention
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -58,12 +59,15 @@ class Keeper:
 
     # -- keeping ----------------------------------------------------------------------------------
 
-    def lasting_chain(self, request: Request) -> TokenChain | None:
-        """Names what a request that is over leaves for a later turn; None for nothing."""
+    def lasting_chain(self, request: Request, prompt: TokenChain | None = None) -> TokenChain | None:
+        """Names what a request that is over leaves for a later turn; None for nothing.
+
+        ``prompt``: its prompt's chain, where it is known.
+        """
         is_complete = vllm_compat.is_answered(request)
         if not is_complete and vllm_compat.is_aborted(request):
             is_complete = self._is_disconnect_retained or vllm_compat.has_stop_strings(request)
-        return settled_chain(request, self._block_size_tokens) if is_complete else None
+        return settled_chain(request, self._block_size_tokens, prompt) if is_complete else None
 
     def keep(self, wish: Keep, chain: TokenChain, block_ids: Sequence[int]) -> None:
         """Keep the blocks of ``chain``, with which ``block_ids`` begins; vLLM may be told that they are free."""
@@ -86,17 +90,19 @@ class Keeper:
         if pool is None or not self._retention.num_handles:
             return
         num_blocks = num_blocks_for(request.num_tokens, self._block_size_tokens)
-        hits = vllm_compat.cached_blocks(pool, request, num_local_tokens // self._block_size_tokens)
         num_beside = self._holder.num_watermark_blocks
         if num_external_tokens:
             num_beside += sum(self._blocks_to_go(each) for each in live if each is not request)
+        if pool.get_num_free_blocks() >= num_blocks + num_beside:
+            return
+        hits = vllm_compat.cached_blocks(pool, request, num_local_tokens // self._block_size_tokens)
 
         def num_missing() -> int:
             # Hits that nobody else uses are in the free list, and leave it when the request gets them.
             num_hits_in_use = sum(int(block.ref_cnt > 0) for block in hits)
             return num_blocks - num_hits_in_use - int(pool.get_num_free_blocks())
 
-        if num_missing() + num_beside <= 0 or num_missing() > self._num_reclaimable({block.block_id for block in hits}):
+        if not self._is_possible(num_missing(), hits):
             return
         while num_missing() + num_beside > 0 and self._give_way():
             pass
@@ -129,14 +135,17 @@ class Keeper:
         self._holder.return_freed(now_s())
         return True
 
-    def _num_reclaimable(self, hits: set[int]) -> int:
-        """Blocks that would become free, if all went that can; those of ``hits`` are not gained by it."""
+    def _is_possible(self, num_missing_blocks: int, hits: list[KVCacheBlock]) -> bool:
+        """Whether so many blocks would become free, if all went that can; those of ``hits`` are not gained by it."""
+        if num_missing_blocks > self._retention.num_blocks:
+            return False
         pool = self._holder.pool
         assert pool is not None
         pins = self._retention.idle_pins()
-        return sum(
-            pool.blocks[block_id].ref_cnt <= num_pins for block_id, num_pins in pins.items() if block_id not in hits
-        )
+        for block in hits:
+            pins.pop(block.block_id, None)
+        num_free = sum(int(pool.blocks[block_id].ref_cnt <= num_pins) for block_id, num_pins in pins.items())
+        return num_missing_blocks <= num_free
 
     def _blocks_to_go(self, request: Request) -> int:
         """Blocks that a prompt under way needs to be complete; 0 for one that has not been admitted."""

@@ -10,15 +10,19 @@ from kvshuttle.handoff.params import DecodeLeg, PrefillLeg, history_of, parse_le
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvshuttle.blocks import TokenChain
     from kvshuttle.connector.stats import ShuttleStats
     from kvshuttle.handoff.params import History, Leg
 
 
 @dataclass(slots=True, eq=False)
 class LiveLeg:
-    """``num_local_tokens``: what the prefix cache had of the prompt when vLLM last asked before it admitted it."""
+    """``prompt``: its chain, where something was asked for. ``num_local_tokens``: what the prefix cache had of it when
+    vLLM last asked before it admitted the request.
+    """
 
     leg: Leg
+    prompt: TokenChain | None
     num_local_tokens: int = 0
     is_admitted: bool = False
 
@@ -40,9 +44,9 @@ class Legs:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request_id: str, leg: Leg) -> None:
+    def add(self, request_id: str, leg: Leg, prompt: TokenChain | None = None) -> None:
         """A request arrived with a leg."""
-        self._live[request_id] = LiveLeg(leg)
+        self._live[request_id] = LiveLeg(leg, prompt)
 
     def note_asked(self, request_id: str, num_local_tokens: int) -> None:
         """vLLM has found so many tokens in its prefix cache, and may be about to admit the request."""

@@ -31,7 +31,7 @@ from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.cards import EngineCard
 from kvshuttle.handoff.ledger import LeaseLedger
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Message
-from kvshuttle.handoff.params import Keep, Mode, PrefillLeg, keep_of
+from kvshuttle.handoff.params import Mode, PrefillLeg, keep_of
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.ids import LeaseId, mint
 from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
@@ -185,7 +185,7 @@ class SchedulerHalf:
                 self._stats.count("rejected_params")
             if leg is None or self._reader is None or self._pusher is None:
                 return
-            self._legs.add(request.request_id, leg)
+            self._legs.add(request.request_id, leg, chain)
             if wish is not None:
                 self._reader.begin(request.request_id, wish, chain)
             if isinstance(leg, PrefillLeg) and is_pushed_from_here and chain is not None:
@@ -284,8 +284,12 @@ class SchedulerHalf:
         leg = live.leg if live is not None else None
         if isinstance(leg, PrefillLeg):
             return False, self._hold(request, leg, block_ids[0], num_cached_tokens)
-        if (wish := keep_of(leg)) is not None and self._keeper is not None:
-            self._keep(request, wish, block_ids[0], self._keeper)
+        if live is not None and (wish := keep_of(leg)) is not None and self._keeper is not None:
+            # Hashed outside the lock: the side channel's thread would wait for it.
+            chain = self._keeper.lasting_chain(request, live.prompt)
+            if chain is not None:
+                with self._lock:
+                    self._keeper.keep(wish, chain, block_ids[0])
         return False, None
 
     def return_blocks(self) -> bool:
@@ -331,13 +335,6 @@ class SchedulerHalf:
             return self._holder.hold(
                 leg, chain=chain, block_ids=computed, now_s=now_s(), num_cached_tokens=num_cached_tokens
             )
-
-    def _keep(self, request: Request, wish: Keep, block_ids: list[int], keeper: Keeper) -> None:
-        # Hashing a long sequence takes milliseconds, and the side channel's thread would wait for them.
-        chain = keeper.lasting_chain(request)
-        if chain is not None:
-            with self._lock:
-                keeper.keep(wish, chain, block_ids)
 
     @contextlib.contextmanager
     def _going_on(self, what: str) -> Iterator[None]:

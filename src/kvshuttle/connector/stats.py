@@ -34,7 +34,9 @@ SERIES: Mapping[str, Series] = {
     "transfer_bytes": Series(Counter, ("direction",), "Bytes moved, summed over ranks."),
     "pushed_bytes": Series(Counter, ("when",), "Bytes written before (streamed) and after the prompt was computed."),
     "push_wait_seconds": Series(Histogram, (), "Time from reserving blocks to the last byte of a push.", _SECONDS),
-    "transfer_failures": Series(Counter, ("direction", "reason"), "Reads that failed in a worker; one for each rank."),
+    "transfer_failures": Series(
+        Counter, ("direction", "reason"), "Reads and writes that failed in a worker; one for each rank."
+    ),
     "transfer_descriptors": Series(
         Histogram, ("direction",), "Descriptors for each transfer.", (1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
     ),

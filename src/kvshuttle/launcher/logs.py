@@ -32,7 +32,10 @@ _ADVICE: tuple[tuple[str, str], ...] = (
         r"No module named '?(?:torch|vllm)",
         "the engine's packages are missing; run `make serve`, or see the README's install section",
     ),
-    (r"NIXL is not available|No module named '?nixl", "NIXL is missing; install the package nixl-cu12"),
+    (
+        r"NIXL is not available|No module named '?nixl",
+        "NIXL is missing; install the package nixl-cu12, and for vLLM's own connectors nixl, without its dependencies",
+    ),
     (
         r"unrecognized arguments: (.*)",
         "vLLM does not know an argument; check --engine-arg, --prefill-arg and --decode-arg",
