@@ -52,6 +52,8 @@ def live(log_dir: Path) -> Iterator[Live]:
         dtype="float32",
         kv_cache_gib=1,
         max_model_len=2048,
+        # These tests are about single hand-offs, and want nothing held when one is over.
+        router_args=("--no-reuse-history",),
         engine_args=args,
         connector_options={"lease_s": LEASE_S},
     )

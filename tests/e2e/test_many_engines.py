@@ -55,6 +55,8 @@ def four(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[Cr
         num_decode=2,
         engine_args=args,
         decode_args=("--num-gpu-blocks-override", str(NUM_DECODE_BLOCKS)),
+        # These tests are about single hand-offs, and want nothing held when one is over.
+        router_args=("--no-reuse-history",),
         connector_options={"lease_s": 6.0, "push_timeout_s": 3.0},
     )
     with live_cluster(config, model, log_dir / "many-engines", plain_args=args) as cluster:

@@ -36,6 +36,8 @@ def parallel(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterato
         kv_cache_gib=1,
         max_model_len=2048,
         served_model_name="smollm2",
+        # These tests are about single hand-offs, and want nothing held when one is over.
+        router_args=("--no-reuse-history",),
         engine_args=args,
         # Six ranks that spin while they wait share two cores here: this is about what is read, not about how soon.
         connector_options={"acquire_timeout_s": 20.0, "read_timeout_s": 25.0},

@@ -147,18 +147,15 @@ def text_trail(scope: Scope, prompt: object) -> TextTrail | None:
         return None
     mark = seed = _digest(kind, scope.seed)
     marks = []
-    start = 0
-    while (end := start + _step_bytes(start)) <= len(data):
-        mark = _digest(mark, data[start:end])
+    start, step_bytes, doubling_bytes = 0, _SMALLEST_STEP_BYTES, 2 * _SMALLEST_STEP_BYTES * _STEPS_PER_DOUBLING
+    while start + step_bytes <= len(data):
+        mark = blake2b(mark + data[start : start + step_bytes], digest_size=_DIGEST_BYTES).digest()
         marks.append(mark)
-        start = end
+        start += step_bytes
+        if start >= doubling_bytes:
+            # Steps grow with the text, so that a long one has hundreds of marks and not thousands.
+            step_bytes, doubling_bytes = 2 * step_bytes, 2 * doubling_bytes
     return TextTrail(tuple(marks), seed, data) if marks else None
-
-
-def _step_bytes(position: int) -> int:
-    """To the next mark. The steps grow with the text, so that a long one has hundreds of marks and not thousands."""
-    doublings = max(position // (_SMALLEST_STEP_BYTES * _STEPS_PER_DOUBLING), 1).bit_length() - 1
-    return _SMALLEST_STEP_BYTES << doublings
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -21,6 +21,10 @@ _SCORE_TOLERANCE = 1e-9
 _NO_BLOCKS_PENALTY = 0.5
 """A decode engine with no free blocks would have to preempt: its score halves, falling linearly from a tenth free."""
 _LOW_FREE_FRACTION = 0.1
+_FOLLOW_LOAD_FACTOR = 2
+_FOLLOW_LOAD_SLACK = 8
+"""A turn follows its history until that engine has this much more load than the idlest: moving a history costs one
+transfer, but prompts that many clients open with would all end up on one engine."""
 
 
 class PlacementReason(StrEnum):
@@ -42,7 +46,7 @@ class Following(StrEnum):
 
     FOLLOWED = "followed"
     BUSY = "busy"
-    """That engine has no room for it now."""
+    """That engine has no room for it now, or far more to do than another one."""
     AVOIDED = "avoided"
     """It is in quarantine, or failed this very request."""
     UNABLE = "unable"
@@ -114,18 +118,22 @@ def place_decode(
 
 
 def follow_history(
-    view: EngineView, *, model: str, source: str | None, avoid: Collection[str], num_tokens: int
+    holder: str, views: Sequence[EngineView], *, model: str, source: str | None, avoid: Collection[str], num_tokens: int
 ) -> Following:
-    """Whether a turn should be decoded by the engine of ``view``, which keeps its history: unless something is wrong
-    with it, or it is overloaded (see ``why_busy``).
+    """Whether a turn should be decoded by ``holder``, which keeps its history: unless something is wrong with it, or it
+    is overloaded (see ``why_busy``), or has load > 2 · the least of all that could serve it + 8.
 
     ``num_tokens``: estimated prompt length. The rest as for ``place_decode``.
     """
+    (view,) = (each for each in views if each.name == holder)
     if not _serving((view,), model) or (source is not None and source not in view.peers):
         return Following.UNABLE
     if view.name in avoid or view.is_quarantined:
         return Following.AVOIDED
-    return Following.BUSY if why_busy(view, num_tokens=num_tokens) is not None else Following.FOLLOWED
+    sound = [each for each in _serving(views, model) if not each.is_quarantined and each.name not in avoid]
+    max_load = _FOLLOW_LOAD_FACTOR * min(each.load for each in sound) + _FOLLOW_LOAD_SLACK
+    is_busy = view.load > max_load or why_busy(view, num_tokens=num_tokens) is not None
+    return Following.BUSY if is_busy else Following.FOLLOWED
 
 
 def able_decodes(

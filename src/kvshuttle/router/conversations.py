@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvshuttle.config import RouterConfig
-    from kvshuttle.policy import Claim, ConversationTable, EngineView, Trail
+    from kvshuttle.policy import Claim, ConversationTable, Trail
     from kvshuttle.router.http_text import Headers
     from kvshuttle.router.openai import InferenceRequest
     from kvshuttle.router.prober import Prober
@@ -91,10 +91,6 @@ class Conversations:
             return Turn(self, None, traits.num_tokens)
         claim = self.table.claim(scope, trail, fresh_name=mint("conv"), now_s=self._now_s())
         return Turn(self, claim, traits.num_tokens)
-
-    def view_of(self, engine: Engine) -> EngineView:
-        """A frozen snapshot for placement."""
-        return engine.view(self._now_s())
 
     def settle(self, claim: Claim, kept: Kept) -> None:
         """A turn has its answer; what it makes useless is released."""

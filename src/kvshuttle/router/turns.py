@@ -104,8 +104,11 @@ class Turn:
         holder = self.holder
         if holder is None:
             return None
-        view = self._conversations.view_of(holder)
-        return holder, follow_history(view, model=model, source=source, avoid=avoid, num_tokens=self._num_tokens)
+        views = self._conversations.registry.decode_views()
+        num_tokens = self._num_tokens
+        return holder, follow_history(
+            holder.name, views, model=model, source=source, avoid=avoid, num_tokens=num_tokens
+        )
 
     def history_for(self, reader: Engine) -> History | None:
         """What the leg to ``reader``, which computes the prompt, says of history."""

@@ -92,8 +92,8 @@ def test_a_decode_engine_must_be_able_to_read_from_the_source():
     assert decode(stranger, source=None).engine == "d0"
 
 
-def following(view: EngineView, *, source: str | None = "p0", avoid: tuple[str, ...] = (), num_tokens: int = 10):
-    return follow_history(view, model="m", source=source, avoid=avoid, num_tokens=num_tokens)
+def following(view: EngineView, *others: EngineView, source: str | None = "p0", avoid: tuple[str, ...] = ()):
+    return follow_history("d0", [*others, view], model="m", source=source, avoid=avoid, num_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -121,3 +121,18 @@ def test_an_engine_that_failed_the_turn_is_not_gone_back_to():
 
 def test_a_turn_for_one_engine_alone_needs_no_peer():
     assert following(replace(D0, peers=frozenset()), source=None) is Following.FOLLOWED
+
+
+@pytest.mark.parametrize(
+    ("load", "other_load", "expected"),
+    [(8, 0, Following.FOLLOWED), (9, 0, Following.BUSY), (28, 10, Following.FOLLOWED), (29, 10, Following.BUSY)],
+)
+def test_a_turn_is_not_followed_to_an_engine_with_far_more_to_do_than_another(load, other_load, expected):
+    other = replace(D1, outstanding_requests=other_load)
+    assert following(replace(D0, outstanding_requests=load), other) is expected
+    assert following(replace(D0, outstanding_requests=load), replace(other, is_up=False)) is Following.FOLLOWED
+
+
+def test_an_engine_alone_is_followed_whatever_it_has_to_do():
+    assert following(replace(D0, outstanding_requests=100)) is Following.FOLLOWED
+    assert following(replace(D0, outstanding_requests=100), replace(D1, is_up=False)) is Following.FOLLOWED
