@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 import time
@@ -143,7 +144,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
         for cell in cells:
             began_at_s = now_s()
             records = bench.measure(cell)
-            append_records(run.records_path, [*records, CellDone(system.name, *_place(cell))])
+            append_records(run.records_path, [*records, CellDone(system.name, *_place(cell), os.getloadavg()[0])])
             run.num_done += 1
             left_s = (now_s() - run.started_at_s) / run.num_done * (run.num_cells - run.num_done)
             run.say(

@@ -63,6 +63,8 @@ class CellDone(msgspec.Struct, frozen=True, tag="done"):
     prompt_tokens: int
     concurrency: int
     background: int
+    load_average: float = -1.0
+    """The machine's, over the minute before the cell's end; -1 where it was not written down."""
 
 
 Record = HandoffRecord | PaceRecord | CellDone

@@ -9,7 +9,7 @@ import pytest
 from kvshuttle.bench.figures import handoff_records, intervals, median, percentile
 from kvshuttle.bench.legs import Driven
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
-from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, append_records, read_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
 from kvshuttle.bench.report import Results, markdown, ratio
 from kvshuttle.emulate.trace import Pass, PassedRequest
 from kvshuttle.errors import ConfigError
@@ -101,7 +101,7 @@ def test_percentiles_lie_between_neighbours() -> None:
         percentile([], 50)
 
 
-def results(*records: HandoffRecord | PaceRecord, **knobs: tuple[str, ...]) -> Results:
+def results(*records: Record, **knobs: tuple[str, ...]) -> Results:
     """A run with these records."""
     plan = HandoffPlan(
         **{"prompt_tokens": ("1024", "4096"), "concurrency": ("1",), "background": ("0",)} | knobs  # type: ignore[arg-type]
@@ -140,6 +140,13 @@ def test_decode_pace_is_shown_for_each_condition() -> None:
         for condition, intervals_s in (("idle", [0.01]), ("prefill", [0.011, 0.013]), ("transfer", [0.02]))
     ]
     assert "| 4,096 | 1 | 4 | 20.0 / 12.0 / 10.0 |" in markdown(results(*paces, background=("4",)))
+
+
+def test_the_load_of_the_machine_is_shown_where_it_was_written_down() -> None:
+    cells = [CellDone("shuttle-push", 4096, 1, 0, 3.26), CellDone("shuttle-push", 1024, 1, 0)]
+    text = markdown(results(*cells)).partition("## Load of the machine")[2]
+    assert "| 4,096 | 1 | 0 | 3.3 |" in text
+    assert "| 1,024 | 1 | 0 | - |" in text
 
 
 def test_the_report_says_on_what_it_was_measured() -> None:
