@@ -99,7 +99,7 @@ def markdown(results: Results) -> str:
         " way / mean while P only computes / mean while nothing else runs.",
         _table(results, _pace, only_background=True),
         "## Load of the machine",
-        "Average number of runnable processes in the last minute of each cell. Above the number of cores, something waited.",
+        "Processes that could run, on average over the last minute of each cell. Above the cores, some had to wait.",
         _table(results, _load),
         _failures(results),
     ]
