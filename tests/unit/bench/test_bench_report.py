@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import TYPE_CHECKING
 
 import pytest
@@ -163,6 +164,15 @@ def test_records_of_cells_that_were_cut_off_are_measured_again(tmp_path: Path) -
     append_records(path, [handoff("shuttle-push", 0.01, tokens=1024)])
     with path.open("ab") as file:
         file.write(b'{"type":"han')
+    assert read_records(path) == whole
+
+
+def test_compressed_records_are_read_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    whole = [handoff("shuttle-push", 0.01), CellDone("shuttle-push", 4096, 1, 0)]
+    append_records(path, whole)
+    (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
     assert read_records(path) == whole
 
 
