@@ -318,7 +318,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.what == "handoff":
         from kvshuttle.bench.handoff import run_handoff
 
-        run_handoff(HandoffPlan(**_given(args, HandoffPlan)), args.out, env=os.environ, say=_say)
+        run_handoff(HandoffPlan.from_mapping(_given(args, HandoffPlan)), args.out, env=os.environ, say=_say)
     try:
         _say(f"report: {write_report(args.out)}")
     except FileNotFoundError as error:

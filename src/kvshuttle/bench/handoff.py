@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 import time
@@ -92,7 +93,7 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     profile = effective_profile(plan)
-    _claim(plan, out_dir)
+    claim(plan, out_dir)
     places = Places(out_dir / "model", out_dir / "traces")
     write_model_dir(places.model_dir, profile, max_model_len=plan.max_model_len)
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
@@ -115,7 +116,7 @@ def effective_profile(plan: HandoffPlan) -> Profile:
     return replace(profile, geometry=profile.geometry.scaled(plan.bytes_scale))
 
 
-def _claim(plan: HandoffPlan, out_dir: Path) -> None:
+def claim(plan: HandoffPlan, out_dir: Path) -> None:
     """A directory holds one plan; which systems are measured may grow from call to call."""
     path = out_dir / PLAN_FILE
     if path.exists():
@@ -143,7 +144,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
         for cell in cells:
             began_at_s = now_s()
             records = bench.measure(cell)
-            append_records(run.records_path, [*records, CellDone(system.name, *_place(cell))])
+            append_records(run.records_path, [*records, CellDone(system.name, *_place(cell), os.getloadavg()[0])])
             run.num_done += 1
             left_s = (now_s() - run.started_at_s) / run.num_done * (run.num_cells - run.num_done)
             run.say(

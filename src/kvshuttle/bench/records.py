@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -63,6 +64,8 @@ class CellDone(msgspec.Struct, frozen=True, tag="done"):
     prompt_tokens: int
     concurrency: int
     background: int
+    load_average: float = -1.0
+    """The machine's, over the minute before the cell's end; -1 where it was not written down."""
 
 
 Record = HandoffRecord | PaceRecord | CellDone
@@ -78,10 +81,17 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of finished cells; those of a cell that was cut off are left out, since it is run again."""
-    if not path.exists():
+    """All records of finished cells; those of a cell that was cut off are left out, since it is run again.
+
+    Published runs keep their records compressed: where ``path`` is not there, ``path.gz`` is read.
+    """
+    packed = path.with_name(f"{path.name}.gz")
+    if path.exists():
+        data = path.read_bytes()
+    elif packed.exists():
+        data = gzip.decompress(packed.read_bytes())
+    else:
         return []
-    data = path.read_bytes()
     records = [_DECODER.decode(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
     done = {_cell_of(record) for record in records if isinstance(record, CellDone)}
     return [record for record in records if _cell_of(record) in done]

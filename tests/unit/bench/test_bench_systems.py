@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvshuttle.bench.handoff import claim
 from kvshuttle.bench.legs import Pair, _decode_params, _prefill_params
 from kvshuttle.bench.plan import HandoffPlan, SystemName
 from kvshuttle.bench.systems import SYSTEMS, Places, plan_pair
+from kvshuttle.cli import main
+from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.params import DecodeLeg, Mode, Peer, PrefillLeg, parse_leg
 
 if TYPE_CHECKING:
@@ -79,3 +82,28 @@ def test_vllms_push_leg_names_the_prefill_engine_and_its_port() -> None:
     assert (params["remote_engine_id"], params["remote_port"]) == ("prefill-0", 20001)
     assert params["do_remote_prefill"] is True
     assert _prefill_params(pair, "t-1")["do_remote_decode"] is True
+
+
+def test_a_directory_goes_on_with_more_systems_but_not_with_other_options(tmp_path: Path) -> None:
+    given = {"systems": ["shuttle-push"], "background": ["0"], "repeats": 6}
+    claim(HandoffPlan.from_mapping(given), tmp_path)
+    claim(HandoffPlan.from_mapping(given | {"systems": ["upstream-pull"]}), tmp_path)
+    kept = HandoffPlan.from_mapping(json.loads((tmp_path / "plan.json").read_text()))
+    assert kept.systems == ("shuttle-push", "upstream-pull")
+    with pytest.raises(ConfigError, match=f"--out: {tmp_path} holds a run with other options"):
+        claim(HandoffPlan.from_mapping(given | {"repeats": 7}), tmp_path)
+
+
+def test_options_of_the_command_line_make_the_same_plan_as_its_file(tmp_path: Path, monkeypatch) -> None:
+    claimed = []
+    monkeypatch.setattr("kvshuttle.bench.handoff.run_handoff", lambda plan, *_, **__: claimed.append(plan))
+    options = ["--system", "shuttle-push", "--background", "0", "--prompt-tokens", "1024", "--no-quiet-wait"]
+    main(["bench", "handoff", "--out", str(tmp_path), *options])
+    (plan,) = claimed
+    assert plan == HandoffPlan.from_mapping(json.loads(json.dumps(plan.to_mapping())))
+    assert (plan.systems, plan.prompt_tokens, plan.is_quiet_wait) == (("shuttle-push",), ("1024",), False)
+
+
+def test_a_report_of_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys) -> None:
+    assert main(["bench", "report", "--out", str(tmp_path)]) == 2
+    assert "is no run of this benchmark" in capsys.readouterr().err
