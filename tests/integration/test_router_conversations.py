@@ -7,6 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from kvshuttle.handoff.messages import Release, Renew
+from kvshuttle.handoff.params import parse_leg
 from support.fake_engine import DONE, hang, reset_before_headers, sse, status, stream
 from support.router_cluster import Cluster, cluster
 
@@ -616,6 +617,8 @@ def test_many_turns_over_failing_engines_never_name_a_handle_that_was_given_back
             handle for _, message in two.channel.messages if isinstance(message, Release) for handle in message.handles
         }
         legs = [call.leg for engine in two.prefills for call in engine.calls]
+        for call in (call for engine in (*two.prefills, *two.decodes) for call in engine.calls):
+            assert parse_leg(call.body["kv_transfer_params"]) is not None
         read = [leg["history"]["handle"] for leg in legs if "history" in leg]
         assert len(read) > 30
         for engine in (*two.prefills, *two.decodes):
