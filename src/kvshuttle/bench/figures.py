@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.records import HandoffRecord
@@ -26,18 +25,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def median(values: Sequence[float]) -> float:
-    """The 50th percentile. Raises ``ValueError`` for no values."""
-    return percentile(values, 50)
-
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean. Raises ``ValueError`` for no values."""
-    if not values:
-        raise ValueError("no values")
-    return statistics.fmean(values)
 
 
 def handoff_records(

@@ -11,12 +11,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvshuttle.bench.figures import handoff_records, intervals, median
-from kvshuttle.bench.legs import Driven, Pair, complete, drive, fetch_text, send
+from kvshuttle.bench.figures import handoff_records, intervals
+from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
@@ -31,6 +32,7 @@ from kvshuttle.errors import ConfigError, TransportError
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
 from kvshuttle.handoff.params import Peer
 from kvshuttle.handoff.wire import MessageCodec
+from kvshuttle.launcher.chat import fetch_metrics
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports
 from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
@@ -243,7 +245,7 @@ def _save_metrics(system: System, run: _Run, engines: Sequence[ProcessPlan]) -> 
     for engine in engines:
         lines = [
             line
-            for line in fetch_text(engine.url, "/metrics").splitlines()
+            for line in fetch_metrics(engine.url).splitlines()
             if line.startswith(("kvshuttle:", "vllm:nixl", "vllm:corrupted", "vllm:num_preemptions"))
         ]
         (directory / f"{system.name}-{engine.name}.txt").write_text("\n".join(lines) + "\n")

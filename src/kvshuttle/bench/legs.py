@@ -72,19 +72,6 @@ def complete(url: str, prompt: Sequence[int], *, max_tokens: int, **extra: Any) 
     return answer
 
 
-def fetch_text(url: str, path: str) -> str:
-    """GET, as text. Raises ``TransportError`` when the answer is not 200."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    with contextlib.closing(http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)) as connection:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        text = response.read().decode(errors="replace")
-    if response.status != 200:
-        raise TransportError(f"{url}{path}: HTTP {response.status}")
-    return text
-
-
 def send(
     url: str, prompt: Sequence[int], *, max_tokens: int, headers: Mapping[str, str] | None = None, **extra: Any
 ) -> http.client.HTTPConnection:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from kvshuttle.bench.figures import mean, median, percentile
+from kvshuttle.bench.figures import percentile
 from kvshuttle.bench.plan import HandoffPlan, SystemName
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
 from kvshuttle.bench.run_files import FACTS_FILE, PLAN_FILE, RECORDS_FILE, REPORT_FILE
@@ -179,7 +180,7 @@ def _pace(results: Results, system: str, cell: Cell) -> str:
     texts = []
     for condition in ("transfer", "prefill", "idle"):
         intervals_s = results.intervals_s(system, cell, condition)
-        texts.append(f"{mean(intervals_s) * 1000:.1f}" if intervals_s else _NOTHING)
+        texts.append(f"{fmean(intervals_s) * 1000:.1f}" if intervals_s else _NOTHING)
     return " / ".join(texts)
 
 

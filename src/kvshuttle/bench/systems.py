@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.plan import HandoffPlan, SystemName
-from kvshuttle.emulate.settings import NAPS_VARIABLE, additional_config
+from kvshuttle.config import QUIET_WAITS_VARIABLE
+from kvshuttle.emulate.settings import additional_config
 from kvshuttle.handoff.params import Mode
 from kvshuttle.launcher.plan import LOOPBACK, EngineSettings, FleetPlan, ProcessPlan, Role, kv_transfer_config
 
@@ -116,7 +117,7 @@ def _plan_engine(
         "OMP_NUM_THREADS": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
-        NAPS_VARIABLE: "1" if plan.is_quiet_wait else "",
+        QUIET_WAITS_VARIABLE: "1" if plan.is_quiet_wait else "",
     }
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     argv += [word for pair in options.items() for word in pair]

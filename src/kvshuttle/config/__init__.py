@@ -5,11 +5,13 @@ key is an error, never ignored.
 """
 
 from kvshuttle.config.connector import ConnectorConfig
+from kvshuttle.config.environment import QUIET_WAITS_VARIABLE
 from kvshuttle.config.launcher import Device, LauncherConfig
 from kvshuttle.config.router import EngineRole, EngineSpec, ModeChoice, PrefillFailurePolicy, RouterConfig
 from kvshuttle.config.secret import SECRET_VARIABLE, secret_from
 
 __all__ = [
+    "QUIET_WAITS_VARIABLE",
     "SECRET_VARIABLE",
     "ConnectorConfig",
     "Device",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
 from kvshuttle.connector.arrivals import Arrivals, PushNews
-from kvshuttle.connector.reads import BUSY_HINT_S, ReadOutcome, Reads
+from kvshuttle.connector.posting import BUSY_HINT_S
+from kvshuttle.connector.reads import ReadOutcome, Reads
 from kvshuttle.connector.writes import EndedWrite, FailedWrite, Writes
 from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.cards import WorkerCard

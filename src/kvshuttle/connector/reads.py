@@ -17,20 +17,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
-from kvshuttle.connector.kv_layout import KvMemory, plan_spans
+from kvshuttle.connector.posting import Posted, Poster, disconnect
 from kvshuttle.errors import KvshuttleError
-from kvshuttle.transport import Operation, PeerName, Transfer, TransferStatus, Transport
+from kvshuttle.transport import Operation, PeerName, TransferStatus, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvshuttle.connector.kv_layout import KvMemory
     from kvshuttle.connector.step_metadata import ReadOrder
     from kvshuttle.handoff.cards import WorkerCard
 
 logger = logging.getLogger(__name__)
-
-BUSY_HINT_S = 1.0
-"""How long a peer is asked to poll fast; renewed while a read of it lasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,8 @@ class _Peer:
 class _Read:
     request_id: str
     peer: _Peer
-    transfer: Transfer
+    posted: Posted
     deadline_at_s: float
-    next_hint_at_s: float
-    posted_at_s: float
-    post_s: float
-    num_bytes: int
-    num_descriptors: int
     is_reported: bool = False
     is_drained: bool = False
 
@@ -105,8 +98,8 @@ class Reads:
         report: Callable[[ReadOutcome], None],
         hint: Callable[[str], None],
     ) -> None:
-        self._memory = memory
         self._transport = transport
+        self._poster = Poster(memory, transport, hint)
         self._host_id = host_id
         self._transit_allowance_s = transit_allowance_s
         self._put = report
@@ -170,36 +163,12 @@ class Reads:
             # Connecting may take a while, and nothing may be posted after the budget is over.
             if now_s() >= deadline_at_s:
                 return ReadResult(order.request_id, "no_time_left", f"budget {order.budget_s:.2f} s")
-            self._reads.append(self._post(order, peer, name, deadline_at_s))
+            posted = self._poster.post(Operation.READ, peer.card, name, order.plan)
+            self._reads.append(_Read(order.request_id, peer, posted, deadline_at_s))
         except KvshuttleError as error:
             peer.is_suspect = True
             return ReadResult(order.request_id, "post_failed", str(error))
         return None
-
-    def _post(self, order: ReadOrder, peer: _Peer, name: PeerName, deadline_at_s: float) -> _Read:
-        started_at_s = now_s()
-        source, destination = plan_spans(order.plan, peer.card.regions, self._memory.regions)
-        self._hint(peer.card.address)
-        transfer = self._transport.post(
-            Operation.READ,
-            name,
-            destination,
-            source,
-            device=self._memory.device,
-            device_id=self._memory.device_id,
-            remote_device_id=peer.card.device_id,
-        )
-        return _Read(
-            request_id=order.request_id,
-            peer=peer,
-            transfer=transfer,
-            deadline_at_s=deadline_at_s,
-            next_hint_at_s=started_at_s + BUSY_HINT_S / 2,
-            posted_at_s=started_at_s,
-            post_s=now_s() - started_at_s,
-            num_bytes=int(destination[:, 1].sum()),
-            num_descriptors=len(destination),
-        )
 
     # -- following --------------------------------------------------------------------------------
 
@@ -207,16 +176,14 @@ class Reads:
         status, problem = self._ask(read)
         is_late = now_s() > read.deadline_at_s
         if status is TransferStatus.PENDING and not is_late:
-            if now_s() >= read.next_hint_at_s:
-                read.next_hint_at_s = now_s() + BUSY_HINT_S / 2
-                self._hint(read.peer.card.address)
+            read.posted.hint_again(self._hint)
             return
         is_released = status is not TransferStatus.PENDING and self._release(read)
         was_drained = read.is_drained
         # A transfer that is done has nothing to write any more, even if its handle is not given back yet.
         read.is_drained |= is_released or status is TransferStatus.DONE
         if not read.is_reported:
-            self._end(read, status, problem or repr(read.transfer), is_late=is_late)
+            self._end(read, status, problem or repr(read.posted.transfer), is_late=is_late)
         elif read.is_drained and not was_drained:
             self._put(DrainedRead(read.request_id))
         if is_released:
@@ -236,10 +203,10 @@ class Reads:
                 reason=reason,
                 detail=detail,
                 is_drained=read.is_drained,
-                num_bytes=read.num_bytes,
-                num_descriptors=read.num_descriptors,
-                post_s=read.post_s,
-                wire_s=now_s() - read.posted_at_s,
+                num_bytes=read.posted.num_bytes,
+                num_descriptors=read.posted.num_descriptors,
+                post_s=read.posted.post_s,
+                wire_s=now_s() - read.posted.posted_at_s,
             )
         )
         if read.peer.is_suspect and not self._is_live(read.peer):
@@ -247,13 +214,13 @@ class Reads:
 
     def _ask(self, read: _Read) -> tuple[TransferStatus, str]:
         try:
-            return self._transport.poll(read.transfer), ""
+            return self._transport.poll(read.posted.transfer), ""
         except Exception as error:  # noqa: BLE001 - it is this read's end, and the others go on
             return TransferStatus.FAILED, repr(error)
 
     def _release(self, read: _Read) -> bool:
         try:
-            return self._transport.release(read.transfer)
+            return self._transport.release(read.posted.transfer)
         except Exception as error:  # noqa: BLE001 - whether it still writes is unknown, so it counts as writing
             if not read.is_reported:
                 logger.warning("kvshuttle: a read for %s cannot be released: %r", read.request_id, error)
@@ -278,12 +245,8 @@ class Reads:
         """Make the transport forget a peer: its pending reads fail, and the next one connects anew."""
         name, peer.name = peer.name, None
         peer.is_suspect = False
-        if name is None:
-            return
-        try:
-            self._transport.remove_peer(name)
-        except KvshuttleError as error:
-            logger.warning("kvshuttle: %s", error)
+        if name is not None:
+            disconnect(self._transport, name)
 
     def _drop_gone(self) -> None:
         in_use = {id(read.peer) for read in self._reads}

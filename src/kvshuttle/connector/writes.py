@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
-from kvshuttle.connector.kv_layout import KvMemory, plan_spans
-from kvshuttle.connector.reads import BUSY_HINT_S
+from kvshuttle.connector.posting import Posted, Poster, disconnect
 from kvshuttle.errors import KvshuttleError
 from kvshuttle.handoff.notifications import encode_notification
 from kvshuttle.handoff.push_writer import PushWriter
-from kvshuttle.transport import Operation, PeerName, Transfer, TransferStatus, Transport
+from kvshuttle.transport import Operation, PeerName, TransferStatus, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kvshuttle.connector.kv_layout import KvMemory
     from kvshuttle.handoff.cards import WorkerCard
     from kvshuttle.handoff.orders import Orders, OrdersTaken
     from kvshuttle.handoff.outbox import Notify, PostWrite
@@ -59,12 +59,7 @@ class FailedWrite:
 @dataclass(slots=True, eq=False)
 class _Write:
     post: PostWrite
-    transfer: Transfer
-    posted_at_s: float
-    post_s: float
-    num_bytes: int
-    num_descriptors: int
-    next_hint_at_s: float
+    posted: Posted
     is_failed: bool = False
 
 
@@ -87,8 +82,8 @@ class Writes:
         report: Callable[[EndedWrite | FailedWrite], None],
         hint: Callable[[str], None],
     ) -> None:
-        self._memory = memory
         self._transport = transport
+        self._poster = Poster(memory, transport, hint)
         self._report = report
         self._hint = hint
         self._lock = threading.Lock()
@@ -175,35 +170,14 @@ class Writes:
             self._tell(actions)
 
     def _post(self, post: PostWrite) -> _Write:
-        started_at_s = now_s()
-        source, destination = plan_spans(post.plan, self._memory.regions, post.worker.regions)
-        self._hint(post.worker.address)
-        transfer = self._transport.post(
-            Operation.WRITE,
-            self._connect(post.worker),
-            source,
-            destination,
-            device=self._memory.device,
-            device_id=self._memory.device_id,
-            remote_device_id=post.worker.device_id,
-            notification=encode_notification(post.notification),
-        )
-        return _Write(
-            post=post,
-            transfer=transfer,
-            posted_at_s=started_at_s,
-            post_s=now_s() - started_at_s,
-            num_bytes=int(source[:, 1].sum()),
-            num_descriptors=len(source),
-            next_hint_at_s=started_at_s + BUSY_HINT_S / 2,
-        )
+        name = self._connect(post.worker)
+        notification = encode_notification(post.notification)
+        return _Write(post, self._poster.post(Operation.WRITE, post.worker, name, post.plan, notification=notification))
 
     def _follow(self, write: _Write) -> None:
         status = self._ask(write)
         if status is TransferStatus.PENDING:
-            if now_s() >= write.next_hint_at_s:
-                write.next_hint_at_s = now_s() + BUSY_HINT_S / 2
-                self._hint(write.post.worker.address)
+            write.posted.hint_again(self._hint)
             return
         if status is TransferStatus.FAILED and not write.is_failed:
             write.is_failed = True
@@ -220,10 +194,10 @@ class Writes:
         if is_ok:
             self._report(
                 EndedWrite(
-                    num_bytes=write.num_bytes,
-                    num_descriptors=write.num_descriptors,
-                    post_s=write.post_s,
-                    wire_s=now_s() - write.posted_at_s,
+                    num_bytes=write.posted.num_bytes,
+                    num_descriptors=write.posted.num_descriptors,
+                    post_s=write.posted.post_s,
+                    wire_s=now_s() - write.posted.posted_at_s,
                     is_streamed=write.post.source_id not in self._final_sources,
                 )
             )
@@ -235,7 +209,7 @@ class Writes:
 
     def _ask(self, write: _Write) -> TransferStatus:
         try:
-            return self._transport.poll(write.transfer)
+            return self._transport.poll(write.posted.transfer)
         except Exception as error:  # noqa: BLE001 - it is this write's failure, and the others go on
             if not write.is_failed:
                 logger.warning("kvshuttle: a write for %s cannot be followed: %r", write.post.lease_id, error)
@@ -243,7 +217,7 @@ class Writes:
 
     def _release(self, write: _Write) -> bool:
         try:
-            return self._transport.release(write.transfer)
+            return self._transport.release(write.posted.transfer)
         except Exception:  # noqa: BLE001 - whether it still reads is unknown, so it counts as reading
             return False
 
@@ -267,8 +241,5 @@ class Writes:
         if any(write.post.worker.address == worker.address for write in self._writes):
             return
         name = self._names.pop(worker.address, None)
-        try:
-            if name is not None:
-                self._transport.remove_peer(name)
-        except KvshuttleError as error:
-            logger.warning("kvshuttle: %s", error)
+        if name is not None:
+            disconnect(self._transport, name)

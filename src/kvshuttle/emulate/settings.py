@@ -1,4 +1,4 @@
-"""How an emulated engine is told what to do: a part of vLLM's ``--additional-config``, and one variable."""
+"""How an emulated engine is told what to do: a part of vLLM's ``--additional-config``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from typing import Any
 
 CONFIG_KEY = "kvshuttle_emulate"
 """Our part of ``--additional-config``."""
-
-NAPS_VARIABLE = "KVSHUTTLE_EMULATE_NAPS"
-"""Environment variable: ``1`` lets vLLM's processes sleep while they wait for each other, see ``plugin``."""
 
 
 def additional_config(*, trace_dir: str | None = None, nixl_progress_thread: bool | None = None) -> dict[str, Any]:

@@ -49,8 +49,7 @@ def check_registration(message: Register) -> TokenChain:
         raise RemoteProtocolError(
             f"register.destination_block_ids: {len(destinations)} from index {message.first_index} of {num_blocks}"
         )
-    if min(destinations) <= NULL_BLOCK_ID or len(set(destinations)) != len(destinations):
-        raise RemoteProtocolError("register.destination_block_ids: a block is null, negative or named twice")
+    _check_block_ids("register.destination_block_ids", destinations)
     if not message.registration_id:
         raise RemoteProtocolError("register.registration_id is empty")
     return chain
@@ -72,7 +71,11 @@ def check_grant(answer: Acquired, *, wanted: TokenChain, incarnation: str) -> No
     num_blocks = num_blocks_for(num_tokens, wanted.block_size_tokens)
     if len(answer.block_ids) < num_blocks:
         raise RemoteProtocolError(f"acquired.block_ids: {len(answer.block_ids)} blocks for {num_tokens} tokens")
-    if min(answer.block_ids) <= NULL_BLOCK_ID or len(set(answer.block_ids)) != len(answer.block_ids):
-        raise RemoteProtocolError("acquired.block_ids: a block is null, negative or named twice")
+    _check_block_ids("acquired.block_ids", answer.block_ids)
     if not (math.isfinite(answer.remaining_s) and answer.remaining_s > 0):
         raise RemoteProtocolError(f"acquired.remaining_s: {answer.remaining_s} is not a positive number of seconds")
+
+
+def _check_block_ids(field: str, block_ids: tuple[int, ...]) -> None:
+    if min(block_ids) <= NULL_BLOCK_ID or len(set(block_ids)) != len(block_ids):
+        raise RemoteProtocolError(f"{field}: a block is null, negative or named twice")

@@ -70,11 +70,15 @@ def fetch_metrics(url: str) -> str:
     connection = _connect(url)
     try:
         connection.request("GET", "/metrics")
-        return connection.getresponse().read().decode()
+        response = connection.getresponse()
+        text = response.read().decode()
     except (OSError, http.client.HTTPException) as error:
         raise PeerUnreachable(f"{url}/metrics: {error}") from error
     finally:
         connection.close()
+    if response.status != 200:
+        raise PeerUnreachable(f"{url}/metrics: HTTP {response.status}")
+    return text
 
 
 def _events_of(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvshuttle.config import Device, LauncherConfig
+from kvshuttle.config import QUIET_WAITS_VARIABLE, Device, LauncherConfig
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
         # For the processes beside the workers, which get their own number from the binding.
         env["OMP_NUM_THREADS"] = "1"
         # Engines that wait must not take the cores of those that compute: kvshuttle.connector.quiet_waits.
-        env["KVSHUTTLE_QUIET_WAITS"] = "1"
+        env[QUIET_WAITS_VARIABLE] = "1"
     return env
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvshuttle.bench.figures import handoff_records, intervals, median, percentile
+from kvshuttle.bench.figures import handoff_records, intervals, percentile
 from kvshuttle.bench.legs import Driven
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
@@ -95,8 +95,8 @@ def test_decode_pace_is_told_inside_a_window_and_of_steps_with_all_of_the_reques
 
 
 def test_percentiles_lie_between_neighbours() -> None:
-    assert median([4, 1, 3]) == 3
-    assert median([1, 2]) == 1.5
+    assert percentile([4, 1, 3], 50) == 3
+    assert percentile([1, 2], 50) == 1.5
     assert percentile([0, 10, 20], 90) == pytest.approx(18)
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)

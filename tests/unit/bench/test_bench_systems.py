@@ -64,9 +64,9 @@ def test_vllms_connectors_run_as_producer_and_consumer_on_ports_of_their_own() -
 
 
 def test_engines_spin_as_vllm_ships_when_asked_to() -> None:
-    assert {engine.env["KVSHUTTLE_EMULATE_NAPS"] for engine in engines(SystemName.SHUTTLE_PULL)} == {"1"}
+    assert {engine.env["KVSHUTTLE_QUIET_WAITS"] for engine in engines(SystemName.SHUTTLE_PULL)} == {"1"}
     spinning = engines(SystemName.SHUTTLE_PULL, is_quiet_wait=False)
-    assert {engine.env["KVSHUTTLE_EMULATE_NAPS"] for engine in spinning} == {""}
+    assert {engine.env["KVSHUTTLE_QUIET_WAITS"] for engine in spinning} == {""}
 
 
 @pytest.mark.parametrize("mode", Mode)

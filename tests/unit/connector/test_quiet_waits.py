@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from kvshuttle.config import QUIET_WAITS_VARIABLE
 from kvshuttle.connector import quiet_waits
 
 zmq = pytest.importorskip("zmq")
@@ -14,9 +15,10 @@ class Condition:
     def __init__(self):
         self.busy_loop_s = 1
         self.waits = []
+        self.last_read = time.monotonic()
 
     def record_read(self):
-        self.last_read = 1.0
+        self.last_read = time.monotonic()
 
     def wait(self, timeout_ms=None):
         self.waits.append(timeout_ms)
@@ -43,15 +45,27 @@ def vllm_condition():
 def test_a_reader_spins_until_its_first_read_and_sleeps_from_then_on(condition):
     quiet_waits.quieten(condition)
     reader = condition()
+    reader.last_read = 0.0
     assert reader.busy_loop_s == 1
     reader.record_read()
-    assert (reader.busy_loop_s, reader.last_read) == (0, 1.0)
+    assert reader.busy_loop_s == 0
+    assert reader.last_read > 0.0
+
+
+@pytest.mark.parametrize(("asked_ms", "slept_ms"), [(None, 1), (5000, 1), (0, 0)])
+def test_after_a_message_no_wait_trusts_a_notification_for_longer_than_a_moment(condition, asked_ms, slept_ms):
+    quiet_waits.quieten(condition)
+    reader = condition()
+    reader.last_read = time.monotonic() + 100
+    reader.wait(timeout_ms=asked_ms)
+    assert reader.waits == [slept_ms]
 
 
 @pytest.mark.parametrize(("asked_ms", "slept_ms"), [(None, 200), (5000, 200), (7, 7), (0, 0)])
-def test_no_wait_trusts_a_notification_for_longer_than_a_moment(condition, asked_ms, slept_ms):
+def test_an_idle_wait_looks_again_now_and_then(condition, asked_ms, slept_ms):
     quiet_waits.quieten(condition)
     reader = condition()
+    reader.last_read = time.monotonic() - 100
     reader.wait(timeout_ms=asked_ms)
     assert reader.waits == [slept_ms]
 
@@ -65,9 +79,9 @@ def test_quietening_twice_is_the_same_as_once(condition):
 
 @pytest.mark.parametrize("value", [None, "", "0", "yes"])
 def test_vllm_is_left_alone_unless_the_switch_is_on(monkeypatch, value):
-    monkeypatch.delenv(quiet_waits.SWITCH, raising=False)
+    monkeypatch.delenv(QUIET_WAITS_VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(quiet_waits.SWITCH, value)
+        monkeypatch.setenv(QUIET_WAITS_VARIABLE, value)
     monkeypatch.setattr(quiet_waits, "quieten", lambda _: pytest.fail("changed vLLM"))
     quiet_waits.register()
 
@@ -76,7 +90,7 @@ def test_the_switch_changes_the_class_that_vllm_waits_with(monkeypatch):
     from vllm.distributed.device_communicators import shm_broadcast
 
     changed = []
-    monkeypatch.setenv(quiet_waits.SWITCH, "1")
+    monkeypatch.setenv(QUIET_WAITS_VARIABLE, "1")
     monkeypatch.setattr(quiet_waits, "quieten", changed.append)
     quiet_waits.register()
     assert changed == [shm_broadcast.SpinCondition]
@@ -85,7 +99,7 @@ def test_the_switch_changes_the_class_that_vllm_waits_with(monkeypatch):
 def test_a_vllm_without_such_a_class_is_told_of_in_one_line(monkeypatch, caplog):
     from vllm.distributed.device_communicators import shm_broadcast
 
-    monkeypatch.setenv(quiet_waits.SWITCH, "1")
+    monkeypatch.setenv(QUIET_WAITS_VARIABLE, "1")
     monkeypatch.delattr(shm_broadcast, "SpinCondition")
     quiet_waits.register()
     assert [record.getMessage() for record in caplog.records] == [

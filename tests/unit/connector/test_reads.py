@@ -228,7 +228,7 @@ def test_a_peer_forgotten_during_a_read_is_kept_until_the_read_has_ended(case):
 def test_a_long_read_renews_its_hint(case, monkeypatch):
     case.begin()
     later_s = now_s() + 0.6
-    monkeypatch.setattr("kvshuttle.connector.reads.now_s", lambda: later_s)
+    monkeypatch.setattr("kvshuttle.connector.posting.now_s", lambda: later_s)
     assert case.follow() == []
     assert case.follow() == []
     assert case.hints == ["peer:1", "peer:1"]
