@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvshuttle.bench.engine_metrics import save_metrics
 from kvshuttle.bench.figures import handoff_records, intervals
 from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
 from kvshuttle.bench.machine_facts import machine_facts
@@ -23,16 +24,15 @@ from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
 from kvshuttle.bench.run_files import FACTS_FILE, PLAN_FILE, RECORDS_FILE
 from kvshuttle.bench.systems import SYSTEMS, Places, Protocol, System, plan_pair
+from kvshuttle.bench.tracer import Tracer
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
 from kvshuttle.emulate.pattern import prefix_sums, prompt_key
 from kvshuttle.emulate.profile import Profile, load_profile
-from kvshuttle.emulate.trace import Pass, read_trace
 from kvshuttle.errors import ConfigError, TransportError
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
 from kvshuttle.handoff.params import Peer
 from kvshuttle.handoff.wire import MessageCodec
-from kvshuttle.launcher.chat import fetch_metrics
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports
 from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
@@ -41,33 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from kvshuttle.launcher.plan import ProcessPlan
-
 _SETTLE_S = 0.15
 """Pause between rounds, so that leases and notifications of one do not fall into the next."""
 _QUIET_WINDOW_S = 0.6
 _BACKGROUND_PROMPT_TOKENS = 256
 _BACKGROUND_ANSWER_TOKENS = 1700
 _WARM_UP_ROUNDS = 3
-
-
-@dataclass(slots=True)
-class _Tracer:
-    """Reads what an engine's worker has appended to its trace since the last look."""
-
-    directory: Path
-    _path: Path | None = None
-    _offset: int = 0
-
-    def take(self) -> list[Pass]:
-        if self._path is None:
-            # A directory keeps traces of earlier starts; the newest is of the engine that runs.
-            paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-            if not paths:
-                return []
-            self._path = paths[-1]
-        passes, self._offset = read_trace(self._path, offset=self._offset)
-        return passes
 
 
 @dataclass(slots=True)
@@ -140,7 +119,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
         if system.protocol is Protocol.SHUTTLE:
             source = _identity(prefill.side_address)
         pair = Pair(system, prefill.url, decode.url, int(prefill.side_address.rpartition(":")[2]), source)
-        tracers = [_Tracer(run.places.trace_dir_of(engine.name)) for engine in (prefill, decode)]
+        tracers = [Tracer(run.places.trace_dir_of(engine.name)) for engine in (prefill, decode)]
         bench = _Bench(run, pair, tracers[0], tracers[1])
         bench.warm_up()
         for cell in cells:
@@ -153,7 +132,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
                 f"[{run.num_done}/{run.num_cells}] {system.name}: {cell.text}: {_summary(records)},"
                 f" {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left"
             )
-        _save_metrics(system, run, pair_plan.engines)
+        save_metrics(run.out_dir / "metrics", system.name, pair_plan.engines)
 
 
 @dataclass(slots=True)
@@ -162,8 +141,8 @@ class _Bench:
 
     run: _Run
     pair: Pair
-    prefill_trace: _Tracer
-    decode_trace: _Tracer
+    prefill_trace: Tracer
+    decode_trace: Tracer
 
     def warm_up(self) -> None:
         """Connections between the engines are made at their first hand-off, which no user waits for twice."""
@@ -236,19 +215,6 @@ class _Bench:
                 connections.enter_context(contextlib.closing(request))
             time.sleep(_QUIET_WINDOW_S)
             yield [_key(prompt) for prompt in prompts]
-
-
-def _save_metrics(system: System, run: _Run, engines: Sequence[ProcessPlan]) -> None:
-    """What the engines' connectors counted themselves, for a look behind the figures."""
-    directory = run.out_dir / "metrics"
-    directory.mkdir(exist_ok=True)
-    for engine in engines:
-        lines = [
-            line
-            for line in fetch_metrics(engine.url).splitlines()
-            if line.startswith(("kvshuttle:", "vllm:nixl", "vllm:corrupted", "vllm:num_preemptions"))
-        ]
-        (directory / f"{system.name}-{engine.name}.txt").write_text("\n".join(lines) + "\n")
 
 
 def _identity(side_address: str) -> Peer:
