@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.bench.grid_plan import GridPlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.cli import _build_parser, attribute_docs
 from kvshuttle.config import ConnectorConfig, LauncherConfig, RouterConfig
@@ -67,6 +68,10 @@ def launcher_knobs() -> str:
 
 def bench_knobs() -> str:
     return knobs_with_options(HandoffPlan, "bench")
+
+
+def bench_run_keys() -> str:
+    return table(["Key", "Default", "Meaning"], [[f"`{n}`", d, m] for n, d, m in knobs_of(GridPlan)])
 
 
 def knobs_with_options(config: type, command: str) -> str:
@@ -233,6 +238,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "router-knobs": router_knobs,
     "launcher-knobs": launcher_knobs,
     "bench-knobs": bench_knobs,
+    "bench-run-keys": bench_run_keys,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,
     **{f"modules-{folder or 'top'}": modules_of(folder) for folder in FLOORS},

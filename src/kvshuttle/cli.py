@@ -127,12 +127,18 @@ def _build_parser(parser_class: type[argparse.ArgumentParser] = argparse.Argumen
         commands, "bench", _bench, "measure hand-offs on emulated accelerators, ours beside vLLM's connectors"
     )
     bench.add_argument(
-        "what", choices=("handoff", "report"), help="measure what --out does not hold yet, or write its report again"
+        "what",
+        choices=("handoff", "run", "report"),
+        help="measure what --out does not hold yet: hand-offs one by one, or with run a plan of loads; or write its"
+        " report again",
     )
+    bench.add_argument("plan", nargs="?", metavar="PLAN", help="of run: a plan of ours by name, or a TOML file")
     bench.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
     _add_knobs(bench, HandoffPlan, _BENCH_OPTION_NAMES)
 
     _add_command(commands, "guard", _guard, None)
+    proxy = _add_command(commands, "bench-proxy", _bench_proxy, None)
+    proxy.add_argument("spec")
     convert = _add_command(commands, "convert-gguf", _convert_gguf, None)
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
@@ -314,7 +320,10 @@ def _model(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from kvshuttle.bench.report import write_report
+    from kvshuttle.bench.run_files import GRID_PLAN_FILE
 
+    if args.what == "run" or (args.what == "report" and (args.out / GRID_PLAN_FILE).exists()):
+        return _bench_grid(args)
     if args.what == "handoff":
         from kvshuttle.bench.handoff import run_handoff
 
@@ -323,6 +332,29 @@ def _bench(args: argparse.Namespace) -> int:
         _say(f"report: {write_report(args.out)}")
     except FileNotFoundError as error:
         raise ConfigError(f"--out: {args.out} is no run of this benchmark: {error}") from error
+    return 0
+
+
+def _bench_grid(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.grid import run_grid
+    from kvshuttle.bench.grid_plan import load_grid_plan
+    from kvshuttle.bench.grid_report import write_grid_report
+
+    if args.what == "run":
+        if args.plan is None:
+            raise ConfigError("plan: name one of ours, or a TOML file: kvshuttle bench run quick --out DIR")
+        if given := _given(args, HandoffPlan):
+            raise ConfigError(f"{', '.join(given)}: options of bench handoff; with run, write them into the plan")
+        run_grid(load_grid_plan(args.plan), args.out, env=os.environ, say=_say)
+    for path in write_grid_report(args.out):
+        _say(f"report: {path}")
+    return 0
+
+
+def _bench_proxy(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.proxy import proxy_from_json, run_proxy
+
+    run_proxy(*proxy_from_json(args.spec))
     return 0
 
 

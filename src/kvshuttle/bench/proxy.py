@@ -184,7 +184,7 @@ def proxy_from_json(text: str) -> tuple[ProxyMode, RouterConfig]:
     try:
         values = json.loads(text)
         mode = ProxyMode(values.pop("mode"))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"bench-proxy: an object with mode, port, prefill and decode, got {text!r}") from error
     return mode, RouterConfig.from_mapping(values)
 
