@@ -23,6 +23,7 @@ from support.fake_engine import (
     FakeEngine,
     answer,
     hang,
+    hang_after_headers,
     reset_before_headers,
     sse,
     status,
@@ -39,6 +40,7 @@ PATH = "/v1/completions"
 BODY = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 8, "min_tokens": 8, "stream": True}
 HELD = {"do_remote_prefill": True, "remote_engine_id": "prefill-0", "remote_block_ids": [1, 2]}
 HOLDS = answer({**DEFAULT_ANSWER, "kv_transfer_params": HELD})
+FIRST_BYTE_S = 1.5
 STREAM = b"".join(DEFAULT_EVENTS)
 
 
@@ -54,7 +56,9 @@ class ProxyCluster(Cluster):
         for engine in [*self.prefills, *self.decodes]:
             await engine.start()
         urls = {"prefill": [each.url for each in self.prefills], "decode": [each.url for each in self.decodes]}
-        self.proxy = Proxy(self.proxy_mode, RouterConfig.from_mapping({**QUICK, **urls}))
+        self.proxy = Proxy(
+            self.proxy_mode, RouterConfig.from_mapping({**QUICK, **urls, "first_byte_timeout_s": FIRST_BYTE_S})
+        )
         self.port = await self.proxy.start()
 
     async def _stop(self) -> None:
@@ -174,6 +178,13 @@ def test_a_decode_engine_that_dies_in_its_stream_leaves_the_stream_unfinished() 
         client.close()
         assert b"hello" in received
         assert not received.endswith(b"0\r\n\r\n")
+
+
+def test_a_decode_engine_that_never_begins_fails_the_request_in_time() -> None:
+    with proxied(ProxyMode.ALONE) as cluster:
+        cluster.decodes[0].script.append(hang_after_headers)
+        assert cluster.post(PATH, BODY).status == 502
+        cluster.wait_for(lambda: cluster.decodes[0].num_aborted == 1)
 
 
 def test_a_client_that_leaves_ends_both_legs() -> None:

@@ -123,17 +123,18 @@ def plan_engines(
 
 
 def plan_front(
-    arrangement: Arrangement, engines: Sequence[ProcessPlan], ports: Iterator[int], python: str
+    arrangement: Arrangement, engines: Sequence[ProcessPlan], plan: GridPlan, ports: Iterator[int], python: str
 ) -> ProcessPlan | None:
     """The process between clients and ``engines``; None where they ask an engine directly."""
     if arrangement.front is Front.NONE:
         return None
     port = next(ports)
     if arrangement.front is Front.ROUTER:
-        return _plan_router(arrangement, tuple(engines), port, python)
+        return _plan_router(arrangement, tuple(engines), plan, port, python)
     spec = {
         "mode": arrangement.mode,
         "port": port,
+        "first_byte_timeout_s": plan.first_token_timeout_s,
         **{
             str(role): [f"{engine.url},{engine.side_address}" for engine in engines if engine.role is role]
             for role in (Role.PREFILL, Role.DECODE)
@@ -143,9 +144,12 @@ def plan_front(
     return ProcessPlan("proxy", Role.ROUTER, argv, {}, LOOPBACK, port)
 
 
-def _plan_router(arrangement: Arrangement, engines: tuple[ProcessPlan, ...], port: int, python: str) -> ProcessPlan:
+def _plan_router(
+    arrangement: Arrangement, engines: tuple[ProcessPlan, ...], plan: GridPlan, port: int, python: str
+) -> ProcessPlan:
+    args = ("--first-byte-timeout-s", f"{plan.first_token_timeout_s:g}")
     if arrangement.is_handing_off:
-        config = LauncherConfig(mode=ModeChoice(arrangement.mode))
+        config = LauncherConfig(mode=ModeChoice(arrangement.mode), router_args=args)
     else:
-        config = LauncherConfig(router_args=("--disaggregate-from-tokens", _LONGER_THAN_ANY_PROMPT))
+        config = LauncherConfig(router_args=(*args, "--disaggregate-from-tokens", _LONGER_THAN_ANY_PROMPT))
     return plan_router(engines, config, port, python)

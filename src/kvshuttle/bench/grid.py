@@ -18,8 +18,9 @@ from kvshuttle.bench.grid_cells import Standing
 from kvshuttle.bench.grid_figures import PREFILL_NAME
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, append_cell, read_cells
+from kvshuttle.bench.load import write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import machine_facts
-from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, GRID_PLAN_FILE
+from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, GRID_PLAN_FILE, TOKENIZER_DIR
 from kvshuttle.bench.systems import MODEL_NAME, Places
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import write_model_dir
@@ -86,6 +87,7 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
     claim_grid(plan, out_dir)
     profile = plan.effective_profile()
     write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
+    write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
     run = _Run(plan, out_dir, env, say)
     done = {(record.system, record.cell) for record in read_cells(run.cells_path)}
@@ -138,7 +140,7 @@ def _front(
     system: GridSystem, engines: Sequence[ProcessPlan], ports: Iterator[int], run: _Run
 ) -> Iterator[tuple[str, int]]:
     """What clients of a system talk to: its URL, and its process, 0 where it is an engine."""
-    front = plan_front(ARRANGEMENTS[system], engines, ports, sys.executable)
+    front = plan_front(ARRANGEMENTS[system], engines, run.plan, ports, sys.executable)
     if front is None:
         yield engines[-1].url if ARRANGEMENTS[system].is_plain else _first_decode(engines).url, 0
         return

@@ -21,6 +21,7 @@ from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord
 from kvshuttle.bench.legs import complete
 from kvshuttle.bench.load import LoadOrder, parse_result, plan_load, run_load, write_prompts
 from kvshuttle.bench.machine_load import machine_busy_s, process_cpu_s
+from kvshuttle.bench.run_files import TOKENIZER_DIR
 from kvshuttle.bench.tracer import Tracer
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE
@@ -149,7 +150,7 @@ class Standing:
         directory = self.out_dir / "raw" / str(self.system)
         return LoadOrder(
             url,
-            self.places.model_dir,
+            self.out_dir / TOKENIZER_DIR,
             directory / f"{cell.file_name}.prompts.jsonl",
             directory / f"{cell.file_name}.json",
             num_prompts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.answers import expected_text, normal_text
 from kvshuttle.bench.grid_records import NOT_KNOWN, Served, StepPace
@@ -143,7 +143,7 @@ def _sightings(traces: Mapping[str, Sequence[Pass]]) -> _Sightings:
     return _Sightings(*sides)
 
 
-def _stages(seen: _Sightings, key: str, sent_at_s: float) -> dict[str, str | float | int]:
+def _stages(seen: _Sightings, key: str, sent_at_s: float) -> dict[str, Any]:
     """The fields of a ``Served`` that traces tell."""
     decode = seen.decode.get(key)
     if decode is None:

@@ -138,7 +138,9 @@ class GridPlan:
     """vLLM's processes sleep while they wait for each other instead of spinning, in every system alike."""
     startup_timeout_s: float = 300.0
     """Longest wait until the engines of a system are healthy."""
-    cell_timeout_s: float = 900.0
+    first_token_timeout_s: float = 120.0
+    """Longest wait of a request for the answer to a leg, or for its first data; then it fails. In proxy and router."""
+    cell_timeout_s: float = 600.0
     """Longest time that one run of the load generator may take."""
 
     def __post_init__(self) -> None:
@@ -256,12 +258,12 @@ def grid_plan_names() -> list[str]:
     return sorted(path.stem for path in PLAN_DIR.glob("*.toml"))
 
 
-def _from_toml(kind: str, value: object) -> object:
+def _from_toml(kind: str, value: Any) -> Any:
     """TOML's lists become tuples; a single value may stand for a list of one; whole numbers may stand for others."""
     if kind.startswith("tuple"):
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(float(item) if "float" in kind and is_int(item) else item for item in items)
-    return float(value) if kind == "float" and is_int(value) else value  # type: ignore[arg-type]
+    return float(value) if kind == "float" and is_int(value) else value
 
 
 _MAY_BE_ZERO = frozenset({"num_prompts", "duration_s", "seeds"})

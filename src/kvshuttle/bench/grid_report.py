@@ -83,8 +83,8 @@ def _spread(results: GridResults) -> Section | None:
         if len(runs) < 2:
             return _NOTHING
         parts = []
-        for value_s in (lambda request: request.ttft_s, lambda request: request.tpot_s):
-            medians_ms = [median([value_s(request) * 1000 for request in run]) for run in runs]
+        for name in ("ttft_s", "tpot_s"):
+            medians_ms = [median([getattr(request, name) * 1000 for request in run]) for run in runs]
             parts.append(f"{min(medians_ms):,.1f} to {max(medians_ms):,.1f}")
         return "; ".join(parts)
 

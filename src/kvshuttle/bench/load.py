@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvshuttle.bench.systems import MODEL_NAME
+from kvshuttle.emulate.model_dir import END, FIRST_WORD
 from kvshuttle.errors import LaunchFailed
 from kvshuttle.launcher.plan import LOOPBACK, ProcessPlan, Role
 from kvshuttle.launcher.processes import Child, Guard
@@ -67,6 +68,23 @@ class LoadResult(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len({len(values) for values in (self.start_times, self.ttfts, self.latencies, self.generated_texts)}) != 1:
             raise ValueError("lists of different lengths")
+
+
+def write_prompt_tokenizer(directory: Path, model_dir: Path) -> None:
+    """A tokenizer that knows words only, to draw prompts with. ``model_dir``: the emulated model's directory.
+
+    Prompts of any tokens would hold single bytes, and after one that ends in half a character vLLM's detokenizer
+    repeats the whole prompt in front of the answer.
+    """
+    directory.mkdir(exist_ok=True)
+    for path in model_dir.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {piece: index for piece, index in model["vocab"].items() if index == END or index >= FIRST_WORD}
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] == END]
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
 def write_prompts(path: Path, *, first: int, num_prompts: int, input_tokens: int, output_tokens: int) -> None:

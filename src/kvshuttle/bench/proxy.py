@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvshuttle.router.openai import InferenceRequest
 
 _JSON = (b"content-type", b"application/json")
-_LEG_TIMEOUT_S = 900.0
+_STREAM_TIMEOUT_S = 900.0
 _DRAIN_S = 1.0
 
 
@@ -60,8 +60,11 @@ class ProxyMode(StrEnum):
 class _Legs:
     """One request's legs on the engines whose turn it is."""
 
-    def __init__(self, request: Request, parsed: InferenceRequest, pools: Mapping[str, EnginePool]) -> None:
+    def __init__(
+        self, request: Request, parsed: InferenceRequest, pools: Mapping[str, EnginePool], first_byte_timeout_s: float
+    ) -> None:
         self.request_id = mint("bench")
+        self._first_byte_timeout_s = first_byte_timeout_s
         self._parsed = parsed
         self._path = parsed.endpoint.value.encode()
         self._headers = for_engine(request.headers) + b"x-request-id: %b\r\n" % self.request_id.encode()
@@ -87,7 +90,10 @@ class _Legs:
             if head.is_until_close or head.header(b"content-length"):
                 responder.send(head.status, for_client(head.headers), await exchange.read_all())
                 return
-            responder.start(head.status, for_client(head.headers), b"")
+            # Engines send their head at once; only data says that they have begun.
+            beginning = await exchange.read_some()
+            exchange.set_deadline(_STREAM_TIMEOUT_S, "stream")
+            responder.start(head.status, for_client(head.headers), beginning)
             responder.watch_flow(exchange.pause, exchange.resume)
             await exchange.forward(responder.write)
             responder.watch_flow(None, None)
@@ -96,7 +102,7 @@ class _Legs:
     async def _send(self, engine: EngineSpec, body: bytes) -> Exchange:
         pool = self._pools[engine.name]
         exchange = await pool.send(engine_request(b"POST", self._path, pool.host_header, self._headers, body))
-        exchange.set_deadline(_LEG_TIMEOUT_S, "leg")
+        exchange.set_deadline(self._first_byte_timeout_s, "first byte")
         return exchange
 
 
@@ -111,6 +117,7 @@ class Proxy:
             max_response_bytes=config.max_response_bytes,
         )
         self._mode = mode
+        self._first_byte_timeout_s = config.first_byte_timeout_s
         self._pools = {engine.name: EnginePool(engine.host, engine.port, None, limits) for engine in config.engines}
         self._prefills, self._decodes = (_turns(config, role) for role in (EngineRole.PREFILL, EngineRole.DECODE))
         self._server = HttpServer(config, self._handle, lambda _status: None)
@@ -138,7 +145,7 @@ class Proxy:
             responder.send(400, [_JSON], error_body(str(error), status=400, kind="BadRequestError"))
             return
         try:
-            await self._serve(_Legs(request, parsed, self._pools), responder)
+            await self._serve(_Legs(request, parsed, self._pools, self._first_byte_timeout_s), responder)
         except LegError as error:
             _fail(responder, error)
 
@@ -180,7 +187,10 @@ def _fail(responder: Responder, error: LegError) -> None:
 
 
 def proxy_from_json(text: str) -> tuple[ProxyMode, RouterConfig]:
-    """``{"mode", "port", "prefill": ["URL,SIDE", …], "decode": […]}``. Raises ``ConfigError``."""
+    """``{"mode", "port", "prefill": ["URL,SIDE", …], "decode": […]}`` and other knobs of the router that hold here, too.
+
+    Raises ``ConfigError``.
+    """
     try:
         values = json.loads(text)
         mode = ProxyMode(values.pop("mode"))

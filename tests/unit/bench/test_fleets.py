@@ -28,8 +28,9 @@ SHUTTLE_MODES = (GridSystem.SHUTTLE_PULL, GridSystem.SHUTTLE_PUSH, GridSystem.SH
 def stand(name: GridSystem, plan: GridPlan | None = None) -> tuple[tuple[ProcessPlan, ...], ProcessPlan | None]:
     """Engines and front of a system."""
     ports = count(20_000)
-    engines = plan_engines(ARRANGEMENTS[name].connector, plan or grid_plan(), 8, PLACES, ports, "python")
-    return engines, plan_front(ARRANGEMENTS[name], engines, ports, "python")
+    plan = plan or grid_plan(first_token_timeout_s=7)
+    engines = plan_engines(ARRANGEMENTS[name].connector, plan, 8, PLACES, ports, "python")
+    return engines, plan_front(ARRANGEMENTS[name], engines, plan, ports, "python")
 
 
 def option(engine: ProcessPlan, name: str) -> str:
@@ -67,6 +68,7 @@ def test_all_our_modes_need_the_same_engines_and_tell_the_router() -> None:
         engines, front = stand(name)
         config = router_config_from(_build_parser().parse_args(front.argv[3:]))
         assert config.mode is ModeChoice(name.removeprefix("shuttle-"))
+        assert config.first_byte_timeout_s == 7
         assert [engine.side_address for engine in config.engines] == [engine.side_address for engine in engines]
 
 
@@ -76,7 +78,7 @@ def test_vllms_connectors_stand_behind_a_proxy_that_knows_their_engines(name: Gr
     assert front.argv[3] == "bench-proxy"
     mode, config = proxy_from_json(front.argv[4])
     assert mode == {"upstream-pull": "pull", "upstream-push-quiet": "push", "front-proxy": "alone"}[name]
-    assert (config.port, config.host) == (front.port, front.host)
+    assert (config.port, config.host, config.first_byte_timeout_s) == (front.port, front.host, 7)
     assert [engine.name for engine in config.engines] == [engine.name for engine in engines]
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvshuttle.bench.load import LoadOrder, parse_result, plan_load, summary_of, write_prompts
+from kvshuttle.bench.load import LoadOrder, parse_result, plan_load, summary_of, write_prompt_tokenizer, write_prompts
+from kvshuttle.emulate.model_dir import END, FIRST_WORD, VOCAB_SIZE, write_model_dir
+from kvshuttle.emulate.profile import load_profile
 from kvshuttle.errors import LaunchFailed
 
 if TYPE_CHECKING:
@@ -59,6 +61,15 @@ def test_each_prompt_has_a_number_of_its_own_and_one_piece(tmp_path: Path) -> No
     assert [line["hash_ids"] for line in lines] == [[300], [301], [302]]
     assert {(line["input_length"], line["output_length"]) for line in lines} == {(2048, 16)}
     assert options_of(plan_load(ORDER, "python"))["--timed-trace-chunk-hash-size"] == "2048"
+
+
+def test_prompts_are_drawn_from_words_only(tmp_path: Path) -> None:
+    write_model_dir(tmp_path / "model", load_profile("h200-tp8-qwen3-32b"))
+    write_prompt_tokenizer(tmp_path / "tokenizer", tmp_path / "model")
+    written = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    assert sorted(written["model"]["vocab"].values()) == [END, *range(FIRST_WORD, VOCAB_SIZE)]
+    assert [(token["id"], token["special"]) for token in written["added_tokens"]] == [(END, True)]
+    assert (tmp_path / "tokenizer" / "config.json").exists()
 
 
 def test_what_the_load_generator_wrote_is_read_request_by_request() -> None:
