@@ -187,7 +187,7 @@ def _fail(responder: Responder, error: LegError) -> None:
 
 
 def proxy_from_json(text: str) -> tuple[ProxyMode, RouterConfig]:
-    """``{"mode", "port", "prefill": ["URL,SIDE", …], "decode": […]}`` and other knobs of the router that hold here, too.
+    """``{"mode", "port", "prefill": ["URL,SIDE", …], "decode": […]}``, and further knobs of the router.
 
     Raises ``ConfigError``.
     """
