@@ -53,6 +53,17 @@ class TurnsResults:
         values = self.values(cell, turn - 1, lambda r: r.prompt_tokens + r.answer_tokens)
         return median(values) if values else 0.0
 
+    def excess_tokens(self, cell: TurnsCell) -> list[int]:
+        """For each later turn that P was asked about: what it computed beyond the tokens that are new in it."""
+        turns = {(record.conversation, record.turn): record for record in self.turns(cell) if not record.error}
+        excess = []
+        for (conversation, turn), record in turns.items():
+            before = turns.get((conversation, turn - 1))
+            if before is not None and record.computed_tokens is not None:
+                num_new = record.prompt_tokens - before.prompt_tokens - before.answer_tokens
+                excess.append(record.computed_tokens - num_new)
+        return excess
+
     def ratio(self, cell: TurnsCell, other: TurnsCell, turn: int, measure: Measure) -> float | None:
         """How many times as much ``measure`` is in ``cell`` as in ``other``, by their medians."""
         mine, others = self.values(cell, turn, measure), self.values(other, turn, measure)

@@ -13,8 +13,9 @@ from kvshuttle.bench.markdown import NOTHING, machine_rows, pairs, table
 from kvshuttle.bench.plan_file import command_of, read_plan
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.turns_figures import TurnsResults, compared, over_time, peak_retained_blocks, prefill_s
-from kvshuttle.bench.turns_plan import PrefillCache, TurnsPlan
+from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsPlan
 from kvshuttle.bench.turns_records import read_turn_records
+from kvshuttle.config import ConnectorConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 AIM_FASTER = 10.0
 """With P's cache off, the prefill leg so many times faster with reuse, from ``AIM_FROM_TOKENS`` of history on."""
 AIM_FROM_TOKENS = 6000
+_THRESHOLD_TOKENS = int(ConnectorConfig().kv_recompute_threshold)
 _TIME_PARTS = 10
 
 
@@ -56,6 +58,7 @@ def markdown(results: TurnsResults) -> str:
         "## Tokens that P computed",
         "Of the prompt, for this request; the rest it had itself or got from D.",
         _by_turn(results, lambda record: record.computed_tokens, _count, is_compared=False),
+        _excess(results),
         "## The cells",
         _cells(results),
         "## Memory",
@@ -196,6 +199,20 @@ def _aim(results: TurnsResults) -> str:
         return ""
     aim = f"at least {AIM_FASTER:g} times faster from {AIM_FROM_TOKENS:,} tokens of history on"
     return "\n".join([f"With P's cache off, the aim is a prefill leg {aim}:", "", *lines])
+
+
+def _excess(results: TurnsResults) -> str:
+    limit = BLOCK_SIZE_TOKENS + _THRESHOLD_TOKENS
+    lines = []
+    for cell in results.cells:
+        excess = results.excess_tokens(cell)
+        if cell.is_reusing and excess:
+            num_within = sum(value <= limit for value in excess)
+            lines.append(f"- {cell.text}: {num_within} of {len(excess)} later turns, at most {max(excess):,} more")
+    if not lines:
+        return ""
+    allowed = f"a block ({BLOCK_SIZE_TOKENS}) and the threshold of a read ({_THRESHOLD_TOKENS})"
+    return "\n".join([f"With reuse, no more than what is new, {allowed}:", "", *lines])
 
 
 # --- by cell ----------------------------------------------------------------------------------------

@@ -108,6 +108,15 @@ def test_history_is_the_turn_before_with_its_answer() -> None:
     assert run.history_tokens(REUSED, 2) == 6040
 
 
+def test_what_p_computed_beyond_the_new_tokens_is_told_of_each_later_turn() -> None:
+    first = turn(REUSED, 1, prompt_tokens=6000, answer_tokens=40)
+    second = turn(REUSED, 2, prompt_tokens=6340, cached_tokens=5940)
+    third = turn(REUSED, 3, prompt_tokens=6700, cached_tokens=0)
+    run = results(first, second, third, turn(REUSED, 4, error="late"), done(REUSED))
+    assert run.excess_tokens(REUSED) == [100, 6700 - (6700 - 6340 - 9)]
+    assert "- push, P's cache off, reuse on: 1 of 2 later turns, at most 6,349 more" in markdown(run)
+
+
 def test_what_p_gets_instead_is_the_most_that_d_kept_beside_its_cache() -> None:
     plan = TurnsPlan(prefill_cache=("off", "on", "larger"))
     looks = [look(REUSED, 1.0, 90), look(KEPT_BESIDE_CACHE, 1.0, 40), look(KEPT_BESIDE_CACHE, 2.0, 30)]
