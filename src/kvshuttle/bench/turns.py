@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from kvshuttle.bench.router_log import RequestLine
     from kvshuttle.launcher.plan import ProcessPlan
 
 _ROUTER_TIMEOUT_S = 60.0
@@ -174,18 +175,12 @@ class _Bench:
         talks = [
             self._talk(plan, number, self.cell.name, began_at_s, is_over.is_set) for number in range(plan.conversations)
         ]
-        progress = _Progress(plan, self.run.say)
-        watch = MemoryWatch(self.cell.name, self.prefill, self.decode, began_at_s)
-        with watch, ThreadPoolExecutor(plan.conversations) as executor:
-            try:
-                waiting = [executor.submit(talk.run, progress.on_turn) for talk in talks]
-                turns = [record for future in waiting for record in future.result()]
-            finally:
-                is_over.set()
-        duration_s = now_s() - began_at_s
-        load_average = os.getloadavg()[0]
+        with MemoryWatch(self.cell.name, self.prefill, self.decode, began_at_s) as watch:
+            turns = self._hold(talks, is_over)
+            duration_s, load_average = now_s() - began_at_s, os.getloadavg()[0]
+            # What the last answers leave shows after another step, which this brings.
+            after = self._counters()
         joined = self._joined(turns)
-        after = self._counters()
         for talk in talks:
             talk.client.close()
         self._forget({name for talk in talks for name in talk.names})
@@ -204,6 +199,15 @@ class _Bench:
         )
         return [*joined, *watch.records, done]
 
+    def _hold(self, talks: Sequence[Talk], is_over: threading.Event) -> list[TurnRecord]:
+        progress = _Progress(self.run.plan, self.run.say)
+        with ThreadPoolExecutor(len(talks)) as executor:
+            try:
+                waiting = [executor.submit(talk.run, progress.on_turn) for talk in talks]
+                return [record for future in waiting for record in future.result()]
+            finally:
+                is_over.set()
+
     def _talk(
         self, plan: TurnsPlan, number: int, salt: str, began_at_s: float, is_stopping: Callable[[], bool]
     ) -> Talk:
@@ -214,24 +218,9 @@ class _Bench:
         """With what the router has logged of them."""
         ids = {record.request_id for record in turns if record.request_id}
         lines = wait_for_requests(self.router_log, ids, timeout_s=_SETTLE_TIMEOUT_S)
-        joined = []
-        for record in turns:
-            line = lines.get(record.request_id)
-            fields = (
-                {}
-                if line is None
-                else {
-                    "prefill_s": line.stages_s.get("prefill", -1.0),
-                    "stages_s": line.stages_s,
-                    "held_tokens": line.num_held_tokens,
-                    "cached_tokens": line.num_cached_tokens,
-                    "mode": line.mode,
-                    "history": line.history,
-                    "failures": line.failures,
-                }
-            )
-            joined.append(msgspec.structs.replace(record, **fields))
-        return joined
+        return [
+            record if (line := lines.get(record.request_id)) is None else _with_line(record, line) for record in turns
+        ]
 
     def _counters(self) -> _Counters:
         """As of now: engines publish after a step, so each takes one more."""
@@ -259,6 +248,19 @@ class _Bench:
             if now_s() > deadline_at_s:
                 raise TransportError(f"{self.cell.text}: D still keeps {left:.0f} blocks that nobody wants")
             time.sleep(_SETTLE_POLL_S)
+
+
+def _with_line(record: TurnRecord, line: RequestLine) -> TurnRecord:
+    return msgspec.structs.replace(
+        record,
+        prefill_s=line.stages_s.get("prefill", record.prefill_s),
+        stages_s=line.stages_s,
+        held_tokens=line.num_held_tokens,
+        cached_tokens=line.num_cached_tokens,
+        mode=line.mode,
+        history=line.history,
+        failures=line.failures,
+    )
 
 
 class _Progress:
