@@ -72,6 +72,5 @@ def test_a_finished_run_is_not_run_again_but_reported(run_dir: Path) -> None:
     told: list[str] = []
     run_grid(PLAN, run_dir, env=os.environ, say=told.append)
     assert told == [f"0 of 2 cells to measure, results in {run_dir}"]
-    markdown, page = write_grid_report(run_dir)
-    assert "kvshuttle push" in markdown.read_text()
-    assert "<svg" in page.read_text()
+    assert "<svg" in write_grid_report(run_dir).read_text()
+    assert "kvshuttle push" in (run_dir / "report.md").read_text()

@@ -8,23 +8,23 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvshuttle.bench.engine_metrics import save_metrics
 from kvshuttle.bench.fleets import ARRANGEMENTS, plan_engines, plan_front
 from kvshuttle.bench.grid_cells import Standing
 from kvshuttle.bench.grid_figures import PREFILL_NAME
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, append_cell, read_cells
+from kvshuttle.bench.inspection import save_metrics
 from kvshuttle.bench.load import write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import machine_facts
-from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, GRID_PLAN_FILE, TOKENIZER_DIR
+from kvshuttle.bench.plan_file import claim
+from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, TOKENIZER_DIR
 from kvshuttle.bench.systems import MODEL_NAME, Places
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import write_model_dir
-from kvshuttle.errors import ConfigError
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports
 from kvshuttle.launcher.plan import FleetPlan
@@ -84,7 +84,7 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
     Raises ``ConfigError`` when the directory holds a run of another plan, ``LaunchFailed`` when engines do not start.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    claim_grid(plan, out_dir)
+    claim(plan, out_dir)
     profile = plan.effective_profile()
     write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
@@ -98,18 +98,6 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
         # What needs the same engines, in the order of the plan; after a failure the rest of it, on new ones.
         system, cell = run.waiting[0]
         _measure_on_same_engines(ARRANGEMENTS[system].connector, cell.slots, run)
-
-
-def claim_grid(plan: GridPlan, out_dir: Path) -> None:
-    """A directory holds one plan; which systems are measured may grow from call to call."""
-    path = out_dir / GRID_PLAN_FILE
-    if path.exists():
-        earlier = GridPlan.from_mapping(json.loads(path.read_text()))
-        if replace(earlier, systems=plan.systems) != plan:
-            raise ConfigError(f"--out: {out_dir} holds a run of another plan; choose another directory")
-        known = [name for name in GridSystem if name in {*earlier.systems, *plan.systems}]
-        plan = replace(plan, systems=tuple(known))
-    path.write_text(json.dumps(plan.to_mapping(), indent=1) + "\n")
 
 
 def _measure_on_same_engines(connector: SystemName | None, slots: int, run: _Run) -> None:
@@ -131,7 +119,7 @@ def _measure_on_same_engines(connector: SystemName | None, slots: int, run: _Run
             if not is_well or fleet.dead():
                 run.say("the engines are started anew")
                 return
-            save_metrics(run.out_dir / "metrics", f"{system}-{slots}", engines)
+            save_metrics(run.out_dir, f"{system}-{slots}", engines)
     shutil.rmtree(places.trace_dir, ignore_errors=True)
 
 

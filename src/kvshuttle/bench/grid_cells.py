@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
-from kvshuttle.bench.engine_metrics import total_over
 from kvshuttle.bench.grid_figures import served_requests, step_pace, wrong_prompts
 from kvshuttle.bench.grid_plan import WARM_UP_ANSWER_TOKENS, WARM_UP_TOKENS, GridPlan, GridSystem, Prompts
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord
+from kvshuttle.bench.inspection import total_over
 from kvshuttle.bench.legs import complete
 from kvshuttle.bench.load import LoadOrder, parse_result, plan_load, run_load, write_prompts
 from kvshuttle.bench.machine_load import machine_busy_s, process_cpu_s

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import tomllib
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvshuttle.bench.plan_file import Benchmark
 from kvshuttle.config.checks import is_int
 from kvshuttle.emulate.profile import load_profile
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvshuttle.emulate.profile import Profile
 
@@ -88,6 +89,9 @@ class GridCell:
 @dataclass(frozen=True, slots=True)
 class GridPlan:
     """Keys of a plan of ``kvshuttle bench run``. Raises ``ConfigError`` naming the key."""
+
+    benchmark: ClassVar = Benchmark.RUN
+    growing: ClassVar[Mapping[str, Sequence[str]]] = {"systems": tuple(GridSystem)}
 
     systems: tuple[str, ...]
     """What to measure, in this order; see the names below."""
@@ -216,12 +220,7 @@ class GridPlan:
 
     def effective_profile(self) -> Profile:
         """The plan's profile, slowed and with its bytes scaled. Raises ``ConfigError``."""
-        profile = load_profile(self.profile).slowed(self.time_scale)
-        return replace(profile, geometry=profile.geometry.scaled(self.bytes_scale))
-
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return load_profile(self.profile).scaled(time_scale=self.time_scale, bytes_scale=self.bytes_scale)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> GridPlan:

@@ -29,13 +29,13 @@ _NOTHING = "-"
 """Stands where nothing was measured."""
 
 
-def write_grid_report(directory: Path) -> tuple[Path, Path]:
-    """Write Markdown and page beside the records and return their paths. Raises like ``load_grid``."""
+def write_grid_report(directory: Path) -> Path:
+    """Write Markdown and page beside the records and return the page's path. Raises like ``load_grid``."""
     sections = report_sections(load_grid(directory))
-    paths = directory / REPORT_FILE, directory / PAGE_FILE
-    paths[0].write_text(as_markdown(TITLE, sections))
-    paths[1].write_text(as_page(TITLE, sections, STYLES))
-    return paths
+    (directory / REPORT_FILE).write_text(as_markdown(TITLE, sections))
+    page = directory / PAGE_FILE
+    page.write_text(as_page(TITLE, sections, STYLES))
+    return page
 
 
 def report_sections(results: GridResults) -> list[Section]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, Served, read_cells, requests_of
-from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, GRID_PLAN_FILE
+from kvshuttle.bench.plan_file import read_plan
+from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,6 +87,6 @@ def point_of(record: CellRecord) -> Point:
 
 def load_grid(directory: Path) -> GridResults:
     """A run's directory. Raises ``OSError`` when it is not one, ``ConfigError`` when its plan cannot be read."""
-    plan = GridPlan.from_mapping(json.loads((directory / GRID_PLAN_FILE).read_text()))
+    plan = read_plan(GridPlan, directory)
     facts = json.loads((directory / FACTS_FILE).read_text())
     return GridResults(plan, facts, read_cells(directory / CELLS_FILE))

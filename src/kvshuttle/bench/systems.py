@@ -92,6 +92,18 @@ class EngineKnobs:
     has_prefix_cache: bool = True
 
 
+EMULATION_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
+"""What emulated engines find in their environment: they need no core, and requests with wrong KV are counted."""
+
+
+def emulation_args(*, trace_dir: Path | None = None, nixl_progress_thread: bool | None = None) -> tuple[str, ...]:
+    """What every emulated engine is started with; ``additional_config`` says what the arguments are."""
+    extra = additional_config(
+        trace_dir=str(trace_dir) if trace_dir else None, nixl_progress_thread=nixl_progress_thread
+    )
+    return "--load-format", "dummy", "--worker-cls", WORKER_CLASS, "--additional-config", json.dumps(extra)
+
+
 def plan_pair(system: System, plan: HandoffPlan, places: Places, ports: Iterator[int], python: str) -> FleetPlan:
     """One prefill and one decode engine with emulated accelerators, and ``system``'s connector between them."""
     knobs = EngineKnobs(plan.max_model_len, plan.chunk_tokens, _PAIR_SLOTS, plan.kv_cache_gib, plan.is_quiet_wait)
@@ -108,26 +120,23 @@ def plan_engine(
     port, side_port = next(ports), next(ports)
     # The progress thread of our own connector is an option of it; vLLM's have none.
     is_thread_as_shipped = system is None or system.has_progress_thread or system.protocol is Protocol.SHUTTLE
-    extra = additional_config(
-        trace_dir=str(places.trace_dir_of(name)), nixl_progress_thread=None if is_thread_as_shipped else False
+    emulation = emulation_args(
+        trace_dir=places.trace_dir_of(name), nixl_progress_thread=None if is_thread_as_shipped else False
     )
     options = {
         "--model": str(places.model_dir),
         "--served-model-name": MODEL_NAME,
         "--host": LOOPBACK,
         "--port": str(port),
-        "--load-format": "dummy",
         "--max-model-len": str(knobs.max_model_len),
         "--max-num-batched-tokens": str(knobs.chunk_tokens),
         "--max-num-seqs": str(knobs.num_slots),
-        "--worker-cls": WORKER_CLASS,
-        "--additional-config": json.dumps(extra),
     }
     if system is not None:
         options["--kv-transfer-config"] = _transfer_config(system, role, name, side_port)
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     argv += [] if knobs.has_prefix_cache else ["--no-enable-prefix-caching"]
-    argv += [word for pair in options.items() for word in pair]
+    argv += [*emulation, *(word for pair in options.items() for word in pair)]
     side_address = f"{LOOPBACK}:{side_port}" if system is not None else ""
     return ProcessPlan(name, role, tuple(argv), _engine_env(knobs, side_port), LOOPBACK, port, side_address)
 
@@ -137,8 +146,7 @@ def _engine_env(knobs: EngineKnobs, side_port: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(knobs.kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
+        **EMULATION_ENV,
         "OMP_NUM_THREADS": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),

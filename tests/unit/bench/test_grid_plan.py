@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvshuttle.bench.grid_plan import FEWEST_PROMPTS, GridCell, GridPlan, grid_plan_names, load_grid_plan
+from kvshuttle.bench.plan_file import mapping_of
 from kvshuttle.cli import main
 from kvshuttle.errors import ConfigError
 from support.grid_values import grid_plan
@@ -78,7 +79,7 @@ def test_rates_are_slowed_with_the_accelerator() -> None:
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     plan = grid_plan(rates=[0.5, 2], seeds=[1, 2], prompts="repeated")
-    assert GridPlan.from_mapping(plan.to_mapping()) == plan
+    assert GridPlan.from_mapping(mapping_of(plan)) == plan
     path = tmp_path / "mine.toml"
     path.write_text('systems = ["plain"]\nrates = [1]\ninput_tokens = 512\nnum_prompts = 4\n')
     assert load_grid_plan(str(path)).input_tokens == (512,)

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvshuttle.bench.grid import claim_grid
 from kvshuttle.bench.grid_records import append_cell
 from kvshuttle.bench.grid_report import report_sections
 from kvshuttle.bench.grid_results import GridResults
+from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.plots import Axes, Bar, Series, bar_chart, cumulative, line_chart, nice_step, number_text
 from kvshuttle.bench.sections import Section, as_markdown, as_page
 from kvshuttle.cli import main
@@ -159,7 +159,7 @@ def test_cells_of_tables_cannot_break_a_table() -> None:
 
 
 def test_a_report_is_written_from_a_directory_and_from_a_compressed_one(tmp_path: Path, capsys) -> None:
-    claim_grid(PLAN, tmp_path)
+    claim(PLAN, tmp_path)
     (tmp_path / "facts.json").write_text(json.dumps(FACTS))
     for record in RECORDS:
         append_cell(tmp_path / "cells.jsonl", record)
@@ -177,11 +177,11 @@ def test_a_report_is_written_from_a_directory_and_from_a_compressed_one(tmp_path
 
 
 def test_a_directory_goes_on_with_more_systems_but_not_with_another_plan(tmp_path: Path) -> None:
-    claim_grid(grid_plan(systems=["shuttle-push"]), tmp_path)
-    claim_grid(grid_plan(systems=["upstream-pull"]), tmp_path)
-    claim_grid(grid_plan(systems=["shuttle-push"]), tmp_path)
-    with pytest.raises(ConfigError, match=f"--out: {tmp_path} holds a run of another plan"):
-        claim_grid(grid_plan(rates=[5]), tmp_path)
+    claim(grid_plan(systems=["shuttle-push"]), tmp_path)
+    claim(grid_plan(systems=["upstream-pull"]), tmp_path)
+    claim(grid_plan(systems=["shuttle-push"]), tmp_path)
+    with pytest.raises(ConfigError, match=f"--out: {tmp_path} holds a run with other options"):
+        claim(grid_plan(rates=[5]), tmp_path)
 
 
 @pytest.mark.parametrize(("step", "nice"), [(0.7, 1), (1.2, 2), (23, 50), (51, 100), (0.0021, 0.005), (0, 1)])
