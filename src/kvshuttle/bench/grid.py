@@ -18,7 +18,7 @@ from kvshuttle.bench.grid_figures import PREFILL_NAME
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, append_cell, read_cells
 from kvshuttle.bench.inspection import save_metrics
-from kvshuttle.bench.load import write_prompt_tokenizer
+from kvshuttle.bench.load import LoadGenerator, write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, TOKENIZER_DIR
@@ -41,8 +41,8 @@ _SETTLE_S = 1.0
 """Pause after a cell, so that leases and notifications of one do not fall into the next."""
 _FRONT_SETTLE_S = 3.0
 """Our router is healthy with one pair of engines, and looks at each engine once a second."""
-_START_OF_LOAD_S = 12.0
-"""What a cell takes beyond its arrivals, for a first guess of the time left: vLLM's load generator starts slowly."""
+_BESIDE_ARRIVALS_S = 6.0
+"""What a cell takes beyond its arrivals, for a guess of the time left."""
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class _Run:
     out_dir: Path
     env: Mapping[str, str]
     say: Callable[[str], None]
+    load: LoadGenerator
     num_done: int = 0
     done_s: float = 0.0
     """What was expected of the cells that are done."""
@@ -75,7 +76,7 @@ class _Run:
         self.say(f"{place}: {_summary(record)}; about {left_s / 60:.0f} min left")
 
     def _expected_s(self, cell: GridCell) -> float:
-        return self.plan.arrival_s(cell) + _START_OF_LOAD_S
+        return self.plan.arrival_s(cell) + _BESIDE_ARRIVALS_S
 
 
 def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -89,15 +90,17 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
     write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
-    run = _Run(plan, out_dir, env, say)
+    load = LoadGenerator(env=env, log_path=out_dir / "logs" / "load.log")
+    run = _Run(plan, out_dir, env, say, load)
     done = {(record.system, record.cell) for record in read_cells(run.cells_path)}
     systems = [GridSystem(name) for name in plan.systems]
     run.waiting = [(name, cell) for name in systems for cell in plan.cells if (name, cell) not in done]
     say(f"{len(run.waiting)} of {len(systems) * len(plan.cells)} cells to measure, results in {out_dir}")
-    while run.waiting:
-        # What needs the same engines, in the order of the plan; after a failure the rest of it, on new ones.
-        system, cell = run.waiting[0]
-        _measure_on_same_engines(ARRANGEMENTS[system].connector, cell.slots, run)
+    with load:
+        while run.waiting:
+            # What needs the same engines, in the order of the plan; after a failure the rest of it, on new ones.
+            system, cell = run.waiting[0]
+            _measure_on_same_engines(ARRANGEMENTS[system].connector, cell.slots, run)
 
 
 def _measure_on_same_engines(connector: SystemName | None, slots: int, run: _Run) -> None:
@@ -114,7 +117,7 @@ def _measure_on_same_engines(connector: SystemName | None, slots: int, run: _Run
         for system in dict.fromkeys(names):
             cells = [cell for name, cell in run.waiting if name is system and cell.slots == slots]
             with _front(system, engines, ports, run) as (url, front_pid):
-                standing = Standing(run.plan, system, engines, places, run.out_dir, run.env, url, front_pid)
+                standing = Standing(run.plan, system, engines, places, run.out_dir, run.load, url, front_pid)
                 is_well = _run_cells(standing, cells, run)
             if not is_well or fleet.dead():
                 run.say("the engines are started anew")

@@ -7,7 +7,6 @@ import http.client
 import math
 import os
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from kvshuttle.bench.grid_plan import WARM_UP_ANSWER_TOKENS, WARM_UP_TOKENS, Gri
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord
 from kvshuttle.bench.inspection import total_over
 from kvshuttle.bench.legs import complete
-from kvshuttle.bench.load import LoadOrder, parse_result, plan_load, run_load, write_prompts
+from kvshuttle.bench.load import LoadGenerator, LoadOrder, load_arguments, parse_result, write_prompts
 from kvshuttle.bench.machine_load import machine_busy_s, process_cpu_s
 from kvshuttle.bench.run_files import TOKENIZER_DIR
 from kvshuttle.bench.tracer import Tracer
@@ -52,7 +51,7 @@ class Standing:
     engines: Sequence[ProcessPlan]
     places: Places
     out_dir: Path
-    env: Mapping[str, str]
+    load: LoadGenerator
     url: str
     front_pid: int
     tracers: dict[str, Tracer] = field(default_factory=dict)
@@ -134,9 +133,8 @@ class Standing:
         )
         log_path = self.out_dir / "logs" / str(self.system) / f"load-{cell.file_name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        plan = plan_load(order, sys.executable)
         try:
-            run_load(plan, env=self.env, log_path=log_path, timeout_s=self.plan.cell_timeout_s)
+            self.load.run(load_arguments(order), log_path=log_path, timeout_s=self.plan.cell_timeout_s)
             data = order.result_path.read_bytes()
         except OSError as error:
             raise LaunchFailed(f"the load generator wrote no result: {error}") from error

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from kvshuttle.bench.load import LoadOrder, parse_result, plan_load, summary_of, write_prompt_tokenizer, write_prompts
+from kvshuttle.bench.load import LoadOrder, load_arguments, parse_result, write_prompt_tokenizer, write_prompts
 from kvshuttle.emulate.model_dir import END, FIRST_WORD, VOCAB_SIZE, write_model_dir
 from kvshuttle.emulate.profile import load_profile
 from kvshuttle.errors import LaunchFailed
-
-if TYPE_CHECKING:
-    from kvshuttle.launcher.plan import ProcessPlan
 
 ORDER = LoadOrder("http://127.0.0.1:1", Path("model"), Path("in.jsonl"), Path("raw/cell.json"), 16, 2048, 0.25, 1.0, 7)
 RESULT = {
@@ -33,25 +31,17 @@ RESULT = {
 }
 
 
-def options_of(plan: ProcessPlan) -> dict[str, str]:
-    words = list(plan.argv)
-    return {name: value for name, value in itertools.pairwise(words) if name.startswith("--")}
+def options_of(order: LoadOrder) -> dict[str, str]:
+    return {name: value for name, value in itertools.pairwise(load_arguments(order)) if name.startswith("--")}
 
 
-def test_the_load_generator_is_vllms_own_and_keeps_every_request() -> None:
-    plan = plan_load(ORDER, "python")
-    assert plan.argv[:2] == ("python", "-c")
-    assert "from vllm.benchmarks.serve import" in plan.argv[2]
-    assert {"--save-result", "--save-detailed", "--no-self-timed"} <= set(plan.argv)
-    options = options_of(plan)
+def test_the_load_generator_keeps_every_request_and_sends_at_the_plans_rate() -> None:
+    assert {"--save-result", "--save-detailed", "--no-self-timed"} <= set(load_arguments(ORDER))
+    options = options_of(ORDER)
     assert (options["--base-url"], options["--request-rate"], options["--seed"]) == ("http://127.0.0.1:1", "0.25", "7")
     assert (options["--result-dir"], options["--result-filename"]) == ("raw", "cell.json")
     assert options["--temperature"] == "0"
-
-
-def test_prompts_are_drawn_alike_in_every_run() -> None:
-    # Python's hash of texts, by which the data set seeds its prompts, is another one in every process otherwise.
-    assert plan_load(ORDER, "python").env["PYTHONHASHSEED"] == "0"
+    assert options_of(dataclasses.replace(ORDER, rate=math.inf))["--request-rate"] == "inf"
 
 
 def test_each_prompt_has_a_number_of_its_own_and_one_piece(tmp_path: Path) -> None:
@@ -60,7 +50,7 @@ def test_each_prompt_has_a_number_of_its_own_and_one_piece(tmp_path: Path) -> No
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["hash_ids"] for line in lines] == [[300], [301], [302]]
     assert {(line["input_length"], line["output_length"]) for line in lines} == {(2048, 16)}
-    assert options_of(plan_load(ORDER, "python"))["--timed-trace-chunk-hash-size"] == "2048"
+    assert options_of(ORDER)["--timed-trace-chunk-hash-size"] == "2048"
 
 
 def test_prompts_are_drawn_from_words_only(tmp_path: Path) -> None:
@@ -73,10 +63,8 @@ def test_prompts_are_drawn_from_words_only(tmp_path: Path) -> None:
 
 
 def test_what_the_load_generator_wrote_is_read_request_by_request() -> None:
-    data = json.dumps(RESULT).encode()
-    result = parse_result(data)
+    result = parse_result(json.dumps(RESULT).encode())
     assert (result.duration, result.ttfts, result.errors[1]) == (3.5, [0.5, 0.0], "Traceback\nOSError: gone")
-    assert summary_of(data) == {"duration": 3.5, "completed": 1, "request_rate": 0.25, "mean_ttft_ms": 500.0}
 
 
 @pytest.mark.parametrize("broken", [b"", b"[]", json.dumps({**RESULT, "ttfts": [0.5]}).encode()])
