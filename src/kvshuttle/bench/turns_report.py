@@ -119,13 +119,13 @@ def _by_turn(
         rows = []
         for turn in range(1, results.plan.turns + 1):
             prompts = results.values(cells[0], turn, lambda record: record.prompt_tokens)
-            row = [str(turn), _spread(prompts, _count)]
-            for cell, anew in columns.values():
-                if anew is None:
-                    row.append(_spread(results.values(cell, turn, measure), text_of))
-                else:
-                    row.append(_times(results.ratio(anew, cell, turn, measure)))
-            rows.append(row)
+            texts = [
+                _spread(results.values(cell, turn, measure), text_of)
+                if anew is None
+                else _times(results.ratio(anew, cell, turn, measure))
+                for cell, anew in columns.values()
+            ]
+            rows.append([str(turn), _spread(prompts, _count), *texts])
         if len(modes) > 1:
             tables.append(f"### {str(mode).capitalize()}")
         tables.append(table(["Turn", "Prompt", *columns], rows))

@@ -103,7 +103,7 @@ class Pusher:
     def finish(
         self, request: Request, block_ids: list[int], *, lease_s: float, num_cached_tokens: int = 0
     ) -> dict[str, Any] | None:
-        """The request ended, in whatever way; the response's ``kv_transfer_params`` when its KV is held.
+        """The request ended, in whatever way; the response's ``kv_transfer_params`` when its prompt was computed.
 
         ``num_cached_tokens``: for the response.
         """
@@ -119,9 +119,11 @@ class Pusher:
         if ending.is_taken:
             self._holder.adopt(kept)
         self._flush()
-        if not ending.is_held:
+        if not is_computed:
             return None
-        return to_params(PrefillResult(push.leg.transfer_id, push.num_tokens, lease_s, num_cached_tokens))
+        # A quick reader has let go of it already; how much was computed is still to be told.
+        num_held_tokens, held_s = (push.num_tokens, lease_s) if ending.is_held else (0, 0.0)
+        return to_params(PrefillResult(push.leg.transfer_id, num_held_tokens, held_s, num_cached_tokens))
 
     # -- the side channel's thread ----------------------------------------------------------------
 

@@ -79,9 +79,9 @@ class LocalLeg(msgspec.Struct, frozen=True, tag="local", tag_field="leg", forbid
 
 
 class PrefillResult(msgspec.Struct, frozen=True, tag="prefilled", tag_field="leg"):
-    """From the prefill engine, in its response: so many tokens are held for so long.
+    """From the prefill engine, in its response: so many tokens are held for so long; 0 when nobody needs them any more.
 
-    ``num_cached_tokens``: how many of them it did not compute for this request, but had or read.
+    ``num_cached_tokens``: how many of the prompt it did not compute for this request, but had or read.
     """
 
     transfer_id: str

@@ -97,7 +97,7 @@ async def run_prefill(trip: Trip, dispatch: Dispatch, mode: Mode, timeout_s: flo
         return None
     trip.receipt.num_held_tokens = result.num_tokens
     trip.receipt.num_cached_tokens = result.num_cached_tokens
-    return result
+    return result if result.num_tokens else None
 
 
 class DecodeCall:
