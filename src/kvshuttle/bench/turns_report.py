@@ -271,8 +271,8 @@ def _memory(results: TurnsResults) -> str:
             ]
         )
     parts = [
-        f"Blocks of {results.done(results.cells[0]).block_size_tokens} tokens. What D keeps is a part of its pool, which"
-        " is the same in every cell, and gives way to requests.",
+        f"Blocks of {results.done(results.cells[0]).block_size_tokens} tokens. What D keeps is a part of its pool,"
+        " which is the same in every cell, and gives way to requests.",
     ]
     if any(cell.prefill_cache is PrefillCache.LARGER for cell in results.cells):
         parts[0] += (
