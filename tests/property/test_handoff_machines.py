@@ -130,6 +130,44 @@ class HandoffMachine(RuleBasedStateMachine):
             if (offer := request.fetch.offer(0)).num_tokens:
                 self.pair.admit(request, 0, offer)
 
+    @precondition(lambda self: self.kept)
+    @rule(
+        index=INDEX,
+        prompt=PROMPTS,
+        early_s=st.sampled_from([1e-3, 0.1, 0.9, 1.5, 4.0]),
+        num_renewals=st.integers(0, 3),
+        is_read=st.booleans(),
+    )
+    def a_reader_comes_in_the_last_instant(
+        self, index: int, prompt: tuple[int, ...], early_s: float, num_renewals: int, is_read: bool
+    ) -> None:
+        """It renews in time for a while, waiting or reading, and is not heard of again unless other rules say so."""
+        handle = self.kept[index % len(self.kept)]
+        end_s = self.pair.holder.clock.world(self.pair.holder.kept_until_s.get(handle, 0.0))
+        self.pair.world_s = max(self.pair.world_s, end_s - early_s)
+        request = self.pair.begin(handle, prompt, is_read_once=False)
+        self.pair.pump()
+        offer = request.fetch.offer(0)
+        if is_read and offer.num_tokens:
+            self.pair.admit(request, 0, offer)
+        for _ in range(num_renewals):
+            self.come_to_its_deadline(request)
+            self.pair.deliver_newest(request, Renew)
+            self.pair.deliver_newest(request, Renewed)
+        self.pair.collect()
+
+    @precondition(lambda self: self.kept)
+    @rule(happens=SELDOM)
+    def all_readers_die(self, happens: bool) -> None:
+        """What they have leased of turns is free when it should be, although no reader gives anything back."""
+        if happens:
+            self.note_outcomes()
+            self.pair.restart_reader()
+            self.pair.link.clear()
+            self.pair.world_s = max(self.pair.world_s, self.pair.holder.last_pin_s() + 1e-5)
+            self.pair.collect()
+            assert not self.pair.holder.kept_blocks
+
     @rule(handle=HANDLES)
     def the_router_releases(self, handle: Handle) -> None:
         self.pair.release_by_router(handle)
