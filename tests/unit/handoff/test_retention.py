@@ -107,7 +107,7 @@ def test_a_renewal_takes_nothing_away_from_a_grant() -> None:
 def test_the_time_of_what_cannot_be_read_any_more_does_not_start_again() -> None:
     kept = Kept(is_renewed_on_use=True)
     kept.keep(0)
-    lent = kept.lend(0)
+    lent = kept.lend(0, duration_s=120.0)
     kept.keep(1, supersedes="h-0")
     for now_s in (100.0, 200.0, 300.0, 400.0):
         kept.ledger.renew(Renew((lent.lease_id,), 120.0), now_s=now_s)
