@@ -96,7 +96,7 @@ def test_of_a_prompt_that_was_here_already_it_is_all_but_what_the_last_token_nee
     prompt = turn[:num_tokens]
     compute(pair.source, prompt)
     watch.passes.clear()
-    begin(pair, prompt, mode)
+    begin(pair, prompt, mode, is_with_history=False)
     assert said(pair, "r") == watch.starts(prompt) == [(num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE]
 
 
