@@ -3,6 +3,8 @@
 from support import quiet_vllm  # noqa: F401 - before anything that imports vLLM
 
 # isort: split
+import itertools
+
 import pytest
 
 from kvshuttle.handoff.messages import Release
@@ -137,13 +139,15 @@ def test_what_was_read_and_lost_in_a_preemption_was_computed_after_all(pair_of, 
 @BOTH
 def test_what_a_preempted_request_finds_of_its_own_was_computed_for_it(pair_of, mode):
     pair, watch, _ = pair_of({**CACHE, "num_blocks": 30})
-    prompts = {f"r-{n}": [n * 900 + index for index in range(15 * BLOCK_SIZE)] for n in (1, 2)}
-    for name, prompt in prompts.items():
-        begin(pair, prompt, mode, name=name, is_with_history=False)
-    pair.source.add("occupant", [5] * 40, max_tokens=10_000)
-    run_until(lambda: any(map(pair.source.num_preemptions, prompts)), [pair.source], "a preemption")
-    pair.source.abort("occupant")
-    assert said(pair, *prompts) == [0, 0]
-    (preempted,) = [name for name in prompts if pair.source.num_preemptions(name)]
-    starts = watch.starts(prompts[preempted])
-    assert [start for start, before in zip(starts[1:], starts, strict=False) if start <= before], "resumed from its own"
+    source = pair.source
+    occupants = [source.add(f"o-{n}", [n] * (BLOCK_SIZE // 2), max_tokens=1000).request_id for n in range(1, 11)]
+    run_until(lambda: all(source.answers[each].tokens for each in occupants), [source], "all to run")
+    prompt = [900 + index for index in range(15 * BLOCK_SIZE)]
+    # It fits when it is admitted, and not any more when each of the others needs a second block.
+    begin(pair, prompt, mode, is_with_history=False)
+    run_until(lambda: source.num_preemptions("r"), [source], "a preemption")
+    for each in occupants:
+        source.abort(each)
+    assert said(pair, "r") == [0]
+    starts = watch.starts(prompt)
+    assert [start for before, start in itertools.pairwise(starts) if 0 < start <= before], "it found nothing of its own"
