@@ -101,7 +101,7 @@ class Pusher:
         step.sources_over += self._source.take_sources_over()
 
     def finish(
-        self, request: Request, block_ids: list[int], *, lease_s: float, num_cached_tokens: int = 0
+        self, request: Request, block_ids: list[int], *, lease_s: float, num_cached_tokens: int | None
     ) -> dict[str, Any] | None:
         """The request ended, in whatever way; the response's ``kv_transfer_params`` when its prompt was computed.
 
@@ -121,9 +121,8 @@ class Pusher:
         self._flush()
         if not is_computed:
             return None
-        # A quick reader has let go of it already; how much was computed is still to be told.
-        num_held_tokens, held_s = (push.num_tokens, lease_s) if ending.is_held else (0, 0.0)
-        return to_params(PrefillResult(push.leg.transfer_id, num_held_tokens, held_s, num_cached_tokens))
+        num_held_tokens = push.num_tokens if ending.is_held else 0
+        return to_params(PrefillResult(push.leg.transfer_id, num_held_tokens, lease_s, num_cached_tokens))
 
     # -- the side channel's thread ----------------------------------------------------------------
 
