@@ -23,7 +23,6 @@ class RequestLine(msgspec.Struct, frozen=True):
     request_id: str
     mode: str = ""
     history: str = ""
-    num_held_tokens: int = 0
     num_cached_tokens: int = 0
     failures: list[str] = []
     stages_s: dict[str, float] = {}

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvshuttle.bench.turns_records import TurnRecord
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import WRONG_KV_TEXT
@@ -132,21 +134,21 @@ class Talk:
 
     def _turn(self, turn: int) -> TurnRecord:
         self.messages.append({"role": "user", "content": user_text(self.plan, self.number, turn, self.write)})
-        place = {
-            "cell": self.cell,
-            "conversation": self.number,
-            "turn": turn,
-            "sent_at_s": now_s() - self.began_at_s,
-            "prompt_digest": digest_of(self.messages),
-        }
+        record = TurnRecord(
+            cell=self.cell,
+            conversation=self.number,
+            turn=turn,
+            sent_at_s=now_s() - self.began_at_s,
+            prompt_digest=digest_of(self.messages),
+        )
         try:
             answer = self.client.ask(self.messages, max_tokens=self.plan.output_tokens)
         except TransportError as error:
-            return TurnRecord(**place, error=str(error))
+            return msgspec.structs.replace(record, error=str(error))
         self.messages.append({"role": "assistant", "content": answer.text})
         self.names.add(answer.conversation)
-        return TurnRecord(
-            **place,
+        return msgspec.structs.replace(
+            record,
             request_id=answer.request_id,
             prompt_tokens=answer.prompt_tokens,
             answer_tokens=answer.answer_tokens,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Writer = Callable[[random.Random, int], str]
     """Takes randomness and a number of tokens."""
 
-_TOKENS_PER_WORD = 1.15
+_TOKENS_PER_WORD = 1.2
 """Of words like these, in tokenizers for English."""
 
 _WHEN = (

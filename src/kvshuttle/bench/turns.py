@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 _ROUTER_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 15.0
 _SETTLE_POLL_S = 0.2
-_WARM_UP = {"conversations": 1, "turns": 2, "first_tokens": 300, "turn_tokens": 200, "output_tokens": 8, "think_s": 0.0}
-"""Two turns with more than a block each: all connections are made in them, which no user waits for twice."""
 
 
 @dataclass(slots=True)
@@ -158,8 +156,11 @@ class _Bench:
     router_log: Path
 
     def warm_up(self) -> None:
-        """A short conversation, forgotten when it is over."""
-        plan = replace(self.run.plan, **_WARM_UP)
+        """A short conversation, forgotten when it is over. In two turns with more than a block each all connections are
+        made, which no user waits for twice."""
+        plan = replace(
+            self.run.plan, conversations=1, turns=2, first_tokens=300, turn_tokens=200, output_tokens=8, think_s=0.0
+        )
         talk = self._talk(plan, 0, f"{self.cell.name} warm-up", now_s(), lambda: False)
         records = talk.run(lambda _: None)
         talk.client.close()
@@ -255,7 +256,6 @@ def _with_line(record: TurnRecord, line: RequestLine) -> TurnRecord:
         record,
         prefill_s=line.stages_s.get("prefill", record.prefill_s),
         stages_s=line.stages_s,
-        held_tokens=line.num_held_tokens,
         cached_tokens=line.num_cached_tokens,
         mode=line.mode,
         history=line.history,

@@ -94,7 +94,7 @@ class TurnsPlan:
     """Conversations at a time. Each waits for its answer before it goes on."""
     turns: int = 10
     """Turns of each."""
-    first_tokens: int = 3200
+    first_tokens: int = 3300
     """New tokens of the first turn, about."""
     turn_tokens: int = 320
     """New tokens of each further turn, about."""

@@ -54,10 +54,8 @@ class TurnRecord(_OfCell, frozen=True, tag="turn", kw_only=True):
     """The router's: from sending the prefill leg to its answer; -1 for no leg, or none that was answered in time."""
     stages_s: dict[str, float] = {}
     """The router's, all of them."""
-    held_tokens: int = 0
-    """Tokens of the prompt that P had in the end; 0 where it was not asked."""
     cached_tokens: int = 0
-    """Of those, the ones that it did not compute for this request: it had them, or got them from D."""
+    """Tokens of the prompt that P did not compute for this request: it had them, or got them from D."""
     mode: str = ""
     history: str = ""
     """What the router says became of it."""
@@ -71,8 +69,8 @@ class TurnRecord(_OfCell, frozen=True, tag="turn", kw_only=True):
 
     @property
     def computed_tokens(self) -> int | None:
-        """Tokens of the prompt that P computed; None when it was not asked."""
-        return self.prompt_tokens - self.cached_tokens if self.held_tokens else None
+        """Tokens of the prompt that P computed; None where it has not answered."""
+        return self.prompt_tokens - self.cached_tokens if self.prefill_s >= 0 else None
 
 
 class MemoryRecord(_OfCell, frozen=True, tag="memory"):

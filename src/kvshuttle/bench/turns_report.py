@@ -119,13 +119,13 @@ def _by_turn(
         rows = []
         for turn in range(1, results.plan.turns + 1):
             prompts = results.values(cells[0], turn, lambda record: record.prompt_tokens)
-            row = [str(turn), _spread(prompts, _count)]
-            for cell, anew in columns.values():
-                if anew is None:
-                    row.append(_spread(results.values(cell, turn, measure), text_of))
-                else:
-                    row.append(_times(results.ratio(anew, cell, turn, measure)))
-            rows.append(row)
+            texts = [
+                _spread(results.values(cell, turn, measure), text_of)
+                if anew is None
+                else _times(results.ratio(anew, cell, turn, measure))
+                for cell, anew in columns.values()
+            ]
+            rows.append([str(turn), _spread(prompts, _count), *texts])
         if len(modes) > 1:
             tables.append(f"### {str(mode).capitalize()}")
         tables.append(table(["Turn", "Prompt", *columns], rows))
@@ -270,13 +270,16 @@ def _memory(results: TurnsResults) -> str:
                 f"{max((look.prefill_usage for look in looks), default=0.0):.0%}",
             ]
         )
-    block_size_tokens = results.done(results.cells[0]).block_size_tokens
     parts = [
-        f"Blocks of {block_size_tokens} tokens. What D keeps is a part of its pool, which is the same in every cell,"
-        " and gives way to requests. Where P's cache is *larger*, P has as many more blocks as D kept at most beside"
-        " P's ordinary cache: the same memory, given to P, on top of D's.",
-        table(heads, rows),
+        f"Blocks of {results.done(results.cells[0]).block_size_tokens} tokens. What D keeps is a part of its pool,"
+        " which is the same in every cell, and gives way to requests.",
     ]
+    if any(cell.prefill_cache is PrefillCache.LARGER for cell in results.cells):
+        parts[0] += (
+            " Where P's cache is *larger*, P has as many more blocks as D kept at most beside P's ordinary cache: the"
+            " same memory, given to P, on top of D's."
+        )
+    parts.append(table(heads, rows))
     keeping = [cell for cell in results.cells if cell.is_reusing]
     if keeping:
         tenths = [f"{100 * (index + 1) // _TIME_PARTS} %" for index in range(_TIME_PARTS)]

@@ -196,7 +196,7 @@ def test_texts_are_the_same_for_a_seed_and_about_as_long_as_asked_for() -> None:
     text = prose(random.Random(3), 1000)
     assert text == prose(random.Random(3), 1000)
     assert text != prose(random.Random(4), 1000)
-    assert 1000 / 1.15 - 1 <= len(text.split()) <= 1000 / 1.15 + 30
+    assert 1000 / 1.2 - 1 <= len(text.split()) <= 1000 / 1.2 + 30
 
 
 def test_an_emulated_text_has_a_word_for_each_token() -> None:

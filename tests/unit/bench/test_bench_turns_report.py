@@ -49,7 +49,6 @@ def turn(cell: TurnsCell, number: int = 1, **fields) -> TurnRecord:
         "ttft_s": 0.2,
         "total_s": 1.0,
         "prefill_s": 0.1,
-        "held_tokens": 7000,
         "cached_tokens": 6900,
     }
     return TurnRecord(cell.name, turn=number, **values | fields)
@@ -86,7 +85,7 @@ def results(*records: Record, **knobs) -> TurnsResults:
 
 def test_what_p_computed_is_the_prompt_less_what_it_had_or_got() -> None:
     assert turn(REUSED).computed_tokens == 100
-    assert turn(REUSED, held_tokens=0).computed_tokens is None
+    assert turn(REUSED, prefill_s=-1.0).computed_tokens is None
 
 
 def test_the_pace_of_an_answer_is_that_of_its_tokens_after_the_first() -> None:
@@ -232,13 +231,13 @@ def test_turns_of_cells_that_were_cut_off_are_measured_again(tmp_path: Path) -> 
 
 
 def test_the_routers_own_lines_are_found_by_their_request(tmp_path: Path) -> None:
-    receipt = Receipt(request_id="req-1", endpoint=Endpoint.CHAT, num_held_tokens=500, num_cached_tokens=384)
+    receipt = Receipt(request_id="req-1", endpoint=Endpoint.CHAT, num_cached_tokens=384)
     receipt.stages_s[Stage.PREFILL] = 0.25
     line = f"2026-01-02 INFO kvshuttle.router.requests: {json.dumps(receipt.line())}\n"
     log = tmp_path / "router.log"
     log.write_text(f"2026-01-02 INFO kvshuttle.router: listening\n{line}{line.replace('req-1', 'req-2')[:80]}")
     (found,) = read_request_lines(log).values()
-    assert (found.request_id, found.num_held_tokens, found.num_cached_tokens) == ("req-1", 500, 384)
+    assert (found.request_id, found.num_cached_tokens) == ("req-1", 384)
     assert found.stages_s["prefill"] == 0.25
     assert wait_for_requests(log, {"req-1"}, timeout_s=0).keys() == {"req-1"}
 
