@@ -286,6 +286,8 @@ class FakeEngine:
         elif path == "/v1/models":
             cards = [{"id": model, "object": "model"} for model in self.models]
             await call.json(200, {"object": "list", "data": cards, "auth": headers.get("authorization")})
+        elif method == "GET":
+            await call.json(404, {})
         else:
             assert method == "POST", method
             call.body = json.loads(raw_body)
