@@ -17,7 +17,7 @@ from kvshuttle.bench.load import parse_result
 if TYPE_CHECKING:
     from pathlib import Path
 
-SYSTEMS = ("upstream-push-quiet", "shuttle-push")
+SYSTEMS = ("upstream-push-paced", "shuttle-push")
 NUM_PROMPTS = 6
 PLAN = GridPlan.from_mapping(
     {

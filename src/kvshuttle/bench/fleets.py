@@ -68,6 +68,8 @@ ARRANGEMENTS: dict[GridSystem, Arrangement] = {
     GridSystem.UPSTREAM_PULL_QUIET: _upstream(SystemName.UPSTREAM_PULL_QUIET),
     GridSystem.UPSTREAM_PUSH: _upstream(SystemName.UPSTREAM_PUSH),
     GridSystem.UPSTREAM_PUSH_QUIET: _upstream(SystemName.UPSTREAM_PUSH_QUIET),
+    GridSystem.UPSTREAM_PULL_PACED: _upstream(SystemName.UPSTREAM_PULL_PACED),
+    GridSystem.UPSTREAM_PUSH_PACED: _upstream(SystemName.UPSTREAM_PUSH_PACED),
     GridSystem.SHUTTLE_PULL: _shuttle(ModeChoice.PULL),
     GridSystem.SHUTTLE_PUSH: _shuttle(ModeChoice.PUSH),
     GridSystem.SHUTTLE_AUTO: _shuttle(ModeChoice.AUTO),

@@ -23,6 +23,8 @@ STYLES: dict[str, str] = {
     GridSystem.UPSTREAM_PULL_QUIET: "#e08a1e",
     GridSystem.UPSTREAM_PUSH: "#d6336c",
     GridSystem.UPSTREAM_PUSH_QUIET: "#d6336c",
+    GridSystem.UPSTREAM_PULL_PACED: "#b5651d",
+    GridSystem.UPSTREAM_PUSH_PACED: "#a61e4d",
     GridSystem.SHUTTLE_PULL: "#2b9a66",
     GridSystem.SHUTTLE_PUSH: "#2f6fd0",
     GridSystem.SHUTTLE_AUTO: "#8a4fc4",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MODEL_NAME = "emulated"
 WORKER_CLASS = "kvshuttle.emulate.worker.EmulatedWorker"
 _PAIR_SLOTS = 32
+_PAUSE_US = 1000
 
 
 class Protocol(StrEnum):
@@ -29,40 +30,50 @@ class Protocol(StrEnum):
     UPSTREAM = "upstream"
 
 
+class Progress(StrEnum):
+    """What NIXL's progress thread does in vLLM's connectors, which have no option for it. The value is for tables."""
+
+    AS_SHIPPED = ""
+    """It spins, and takes a core for each engine."""
+    PACED = "paced progress thread"
+    """It pauses for a millisecond where it would spin; all else is as vLLM ships it."""
+    OFF = "no progress thread"
+    """There is none: transfers go on only inside calls of the connector."""
+
+
 @dataclass(frozen=True, slots=True)
 class System:
-    """A connector and how its legs are driven."""
+    """A connector and how its legs are driven. ``progress``: of vLLM's connectors; ours has an option of its own."""
 
     name: SystemName
     protocol: Protocol
     mode: Mode
     connector: str
-    has_progress_thread: bool
+    progress: Progress = Progress.AS_SHIPPED
 
     @property
     def title(self) -> str:
         """For tables."""
         if self.protocol is Protocol.SHUTTLE:
             return f"kvshuttle {self.mode}"
-        return f"vLLM {self.connector}" + ("" if self.has_progress_thread else ", no progress thread")
+        return f"vLLM {self.connector}" + (f", {self.progress}" if self.progress else "")
 
+
+_PUSH_NAMES = (SystemName.UPSTREAM_PUSH, SystemName.UPSTREAM_PUSH_PACED, SystemName.UPSTREAM_PUSH_QUIET)
+_PULL_NAMES = (SystemName.UPSTREAM_PULL, SystemName.UPSTREAM_PULL_PACED, SystemName.UPSTREAM_PULL_QUIET)
 
 SYSTEMS = {
     system.name: system
     for system in (
-        System(SystemName.SHUTTLE_PUSH, Protocol.SHUTTLE, Mode.PUSH, "ShuttleConnector", has_progress_thread=False),
-        System(SystemName.SHUTTLE_PULL, Protocol.SHUTTLE, Mode.PULL, "ShuttleConnector", has_progress_thread=False),
-        System(SystemName.UPSTREAM_PUSH, Protocol.UPSTREAM, Mode.PUSH, "NixlPushConnector", has_progress_thread=True),
-        System(SystemName.UPSTREAM_PULL, Protocol.UPSTREAM, Mode.PULL, "NixlConnector", has_progress_thread=True),
-        System(
-            SystemName.UPSTREAM_PUSH_QUIET,
-            Protocol.UPSTREAM,
-            Mode.PUSH,
-            "NixlPushConnector",
-            has_progress_thread=False,
-        ),
-        System(
-            SystemName.UPSTREAM_PULL_QUIET, Protocol.UPSTREAM, Mode.PULL, "NixlConnector", has_progress_thread=False
+        System(SystemName.SHUTTLE_PUSH, Protocol.SHUTTLE, Mode.PUSH, "ShuttleConnector"),
+        System(SystemName.SHUTTLE_PULL, Protocol.SHUTTLE, Mode.PULL, "ShuttleConnector"),
+        *(
+            System(name, Protocol.UPSTREAM, mode, connector, progress)
+            for names, mode, connector in (
+                (_PUSH_NAMES, Mode.PUSH, "NixlPushConnector"),
+                (_PULL_NAMES, Mode.PULL, "NixlConnector"),
+            )
+            for name, progress in zip(names, Progress, strict=True)
         ),
     )
 }
@@ -96,10 +107,12 @@ EMULATION_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_COMPUTE_NANS_IN_LO
 """What emulated engines find in their environment: they need no core, and requests with wrong KV are counted."""
 
 
-def emulation_args(*, trace_dir: Path | None = None, nixl_progress_thread: bool | None = None) -> tuple[str, ...]:
+def emulation_args(*, trace_dir: Path | None = None, progress: Progress = Progress.AS_SHIPPED) -> tuple[str, ...]:
     """What every emulated engine is started with; ``additional_config`` says what the arguments are."""
     extra = additional_config(
-        trace_dir=str(trace_dir) if trace_dir else None, nixl_progress_thread=nixl_progress_thread
+        trace_dir=str(trace_dir) if trace_dir else None,
+        nixl_progress_thread=False if progress is Progress.OFF else None,
+        nixl_progress_pause_us=_PAUSE_US if progress is Progress.PACED else None,
     )
     return "--load-format", "dummy", "--worker-cls", WORKER_CLASS, "--additional-config", json.dumps(extra)
 
@@ -118,11 +131,8 @@ def plan_engine(
 ) -> ProcessPlan:
     """One engine with an emulated accelerator and ``system``'s connector; None for none."""
     port, side_port = next(ports), next(ports)
-    # The progress thread of our own connector is an option of it; vLLM's have none.
-    is_thread_as_shipped = system is None or system.has_progress_thread or system.protocol is Protocol.SHUTTLE
-    emulation = emulation_args(
-        trace_dir=places.trace_dir_of(name), nixl_progress_thread=None if is_thread_as_shipped else False
-    )
+    progress = Progress.AS_SHIPPED if system is None else system.progress
+    emulation = emulation_args(trace_dir=places.trace_dir_of(name), progress=progress)
     options = {
         "--model": str(places.model_dir),
         "--served-model-name": MODEL_NAME,

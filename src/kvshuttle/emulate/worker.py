@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -21,6 +22,8 @@ class EmulatedWorker(CPUWorker):
         options = self._options()
         if options.get("nixl_progress_thread") is False:
             _switch_progress_thread_off()
+        if pause_us := options.get("nixl_progress_pause_us"):
+            _pace_progress_thread(pause_us)
         super().initialize_from_config(*args, **kwargs)
         trace_dir = options.get("trace_dir")
         trace_path = None
@@ -50,3 +53,17 @@ def _switch_progress_thread_off() -> None:
         return make_config(*args, **{**kwargs, **own})
 
     base_worker.nixl_agent_config = without_thread
+
+
+def _pace_progress_thread(pause_us: int) -> None:
+    """NIXL's thread knows how to pause, but its Python interface sets the pause to none, which takes a core."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    interface = sys.modules[base_worker.nixl_agent_config.__module__]
+    bindings = interface.nixlBind
+
+    class Paced(bindings.nixlAgentConfig):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, pause_us if name == "pthrDelay" else value)
+
+    interface.nixlBind = SimpleNamespace(**{**vars(bindings), "nixlAgentConfig": Paced})

@@ -87,6 +87,7 @@ def test_only_quiet_systems_switch_the_progress_thread_off() -> None:
         engines, _ = stand(name)
         extra = [json.loads(option(engine, "--additional-config"))["kvshuttle_emulate"] for engine in engines]
         assert all(("nixl_progress_thread" in each) == name.endswith("-quiet") for each in extra)
+        assert all(("nixl_progress_pause_us" in each) == name.endswith("-paced") for each in extra)
 
 
 def test_a_router_that_is_measured_alone_leaves_prefill_engines_out() -> None:
