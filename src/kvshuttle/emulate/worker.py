@@ -59,7 +59,7 @@ def _pace_progress_thread(pause_us: int) -> None:
     """NIXL's thread knows how to pause, but its Python interface sets the pause to none, which takes a core."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-    interface = sys.modules[base_worker.nixl_agent_config.__module__]
+    interface: Any = sys.modules[base_worker.nixl_agent_config.__module__]
     bindings = interface.nixlBind
 
     class Paced(bindings.nixlAgentConfig):
