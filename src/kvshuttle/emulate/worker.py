@@ -62,8 +62,8 @@ def _pace_progress_thread(pause_us: int) -> None:
     interface: Any = sys.modules[base_worker.nixl_agent_config.__module__]
     bindings = interface.nixlBind
 
-    class Paced(bindings.nixlAgentConfig):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, pause_us if name == "pthrDelay" else value)
+    def set_attribute(config: Any, name: str, value: Any) -> None:
+        object.__setattr__(config, name, pause_us if name == "pthrDelay" else value)
 
-    interface.nixlBind = SimpleNamespace(**{**vars(bindings), "nixlAgentConfig": Paced})
+    paced = type("Paced", (bindings.nixlAgentConfig,), {"__setattr__": set_attribute})
+    interface.nixlBind = SimpleNamespace(**{**vars(bindings), "nixlAgentConfig": paced})
