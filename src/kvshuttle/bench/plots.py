@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT = 340, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 26, 38
 _NUM_TICKS = 5
-_BAR_HEIGHT, _BAR_GAP, _BAR_LABEL_WIDTH = 18, 8, 190
+_BAR_HEIGHT, _BAR_GAP, _BAR_LABEL_WIDTH, _BAR_WIDTH = 18, 8, 290, 780
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def line_chart(axes: Axes, series: Sequence[Series]) -> str:
 def bar_chart(title: str, unit: str, part_names: Sequence[str], bars: Sequence[Bar]) -> str:
     """Bars from left to right, one below the other, each made of the same parts. The total stands at its end."""
     longest = max((sum(max(part, 0.0) for part in bar.parts) for bar in bars), default=0.0)
-    width, height = 2 * _WIDTH, _TOP + len(bars) * (_BAR_HEIGHT + _BAR_GAP)
+    width, height = _BAR_WIDTH, _TOP + len(bars) * (_BAR_HEIGHT + _BAR_GAP)
     room = width - _BAR_LABEL_WIDTH - 80
     parts = []
     for index, bar in enumerate(bars):
