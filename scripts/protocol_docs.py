@@ -22,6 +22,7 @@ import protocol_timers
 from kvshuttle import handoff as h
 from kvshuttle.handoff import (
     break_even,
+    cards,
     claim,
     fetch,
     fetch_protocol,
@@ -106,13 +107,16 @@ The router names a handle in the decode leg's `keep`. When that request is over,
 full blocks of prompt and answer under it, with their token chain. The next turn's prefill leg names the handle in its
 `history`: that engine acquires what matches its own prompt, reads it, and computes the rest. The release of that lease
 does not drop anything, so a handle can be read again, and by several readers at once.
+
+The keeping has a time of its own. A reader that comes at its end and dies pins the blocks for little longer; one that
+lives renews its lease while it waits to be admitted (`total_wait_s` at most) and while it reads (`read_timeout_s` at most).
 """
 
 CLOCKS = """\
 Instants never cross a process: a message carries a *remaining duration*. The holder counts it from when it granted; the
 reader from when it sent its request, which is earlier, and only {share:.1%} of it, since clocks run at slightly
-different rates. So the reader's lease ends first. No read starts within `submit_margin_s` of that end, and a read that
-completes after it is discarded, however successful.
+different rates. So the reader's lease ends first. No read is submitted within `submit_margin_s` of that end, and a read
+that completes after it is discarded, however successful.
 """
 
 
@@ -150,6 +154,9 @@ def _messages() -> list[str]:
         _enum_table(messages.DeclineReason),
         "### How far a holder is with a registration\n",
         _enum_table(messages.Stage),
+        "### What an engine may say that it can\n",
+        "In `features` of its card, whose absence means none. The version says who can talk to whom at all.\n",
+        _enum_table(cards.Feature),
         "### What the router tells an engine\n",
         f"Under the key `{params.KEY}` of `kv_transfer_params`.\n",
         _table(["Object", "Meaning", "Fields"], [_params_row(each) for each in PARAMS_TYPES]),

@@ -24,9 +24,9 @@ def _of_reads() -> list[list[str]]:
             "last submit",
             "reader",
             "lease less `submit_margin_s`",
-            "before a read: `lease_lost`; no read starts from here on",
+            "before a read: `lease_lost`; no read starts, or is submitted, from here on",
         ],
-        ["read", "reader", "`read_timeout_s`, at most until the last submit", "the workers report the read as failed"],
+        ["read", "reader", "`read_timeout_s`; the lease is renewed meanwhile", "the workers report the read as failed"],
         ["wait", "reader", "`total_wait_s`", "`waited_too_long`: the lease is given back"],
         ["lease", "reader", f"{1 - reader_lease.MAX_CLOCK_RATE_SKEW:.1%} of the granted duration", "`read_too_late`"],
         [
@@ -40,7 +40,8 @@ def _of_reads() -> list[list[str]]:
             "keeping",
             "holder",
             "`decoder_kv_blocks_ttl`, renewed by use or by the router where that is wanted",
-            f"nothing is lent any more; a lease outlives it by {holdings.LAST_LEASE_S:g} s at most, unless renewed",
+            f"nothing is lent any more; a lease outlives it by {holdings.FIRST_LEASE_S:g} s at most, or lasts for"
+            f" {holdings.LAST_LEASE_S:g} s from its last renewal",
         ],
     ]
 

@@ -115,13 +115,16 @@ REFUSED = {
 SECRETS = ("127.0.0.1", "xfer-", "inc-", "prefill-0", "decode-0", "transfer_id", "remote_host", "lease_")
 
 
+PASSING = ("id", "created", "system_fingerprint", "prompt_tokens_details")
+
+
 def comparable(body: Any) -> Any:
-    """A response without what differs from call to call: ids, times, and the order of simultaneous choices."""
+    """A response without what differs from call to call: ids, times, and what caches had of the prompt."""
     if isinstance(body, list):
         return [comparable(each) for each in body]
     if not isinstance(body, dict):
         return body
-    return {key: comparable(value) for key, value in body.items() if key not in ("id", "created", "system_fingerprint")}
+    return {key: comparable(value) for key, value in body.items() if key not in PASSING}
 
 
 def without_close_numbers(body: Any) -> Any:

@@ -487,19 +487,32 @@ def test_an_engine_that_failed_the_turn_is_not_followed_again():
 
 
 @pytest.mark.parametrize("role", ["prefills", "decodes"])
-def test_an_engine_of_an_older_protocol_is_told_nothing_it_does_not_know(role):
+def test_an_engine_whose_card_does_not_speak_of_turns_is_told_nothing_it_would_refuse(role):
     with cluster(is_reusing_history=True) as one:
-        getattr(one, role)[0].protocol_version = 0
-        getattr(one, role)[0].incarnation = "life-2"
+        older = getattr(one, role)[0]
+        older.features = ()
+        older.incarnation = "life-2"
         engine = getattr(one.router.registry, role)[0]
-        one.wait_for(lambda: engine.card is not None and engine.card.protocol_version == 0)
+        one.wait_for(lambda: engine.card is not None and engine.card.incarnation == "life-2")
         talk = Talk(one, "old")
         talk.say("a")
         history, keep = talk.say("b")
         assert history is None
         assert (keep is None) is (role == "decodes")
+        for call in older.calls:
+            assert not {"history", "keep"} & call.leg.keys()
         expected = {"prefills": "cannot_read", "decodes": "new"}[role]
         assert one.metric("histories_total", result=expected) >= 1
+
+
+def test_an_engine_alone_whose_card_does_not_speak_of_turns_gets_no_leg_at_all():
+    with cluster(1, 1, is_reusing_history=True, disaggregate_from_tokens=10_000) as one:
+        older = one.decodes[0]
+        older.features = ("a feature of later", "turns of another kind")
+        older.incarnation = "life-2"
+        one.wait_for(lambda: one.router.registry.decodes[0].card.incarnation == "life-2")
+        Talk(one, "alone and old").say("a")
+        assert older.calls[-1].leg is None
 
 
 def test_without_reuse_nothing_is_said_or_remembered():

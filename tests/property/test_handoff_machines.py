@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from hypothesis import event
+from hypothesis import event, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvshuttle.handoff import EndReason, Offer, Renew, Renewed, State
 from kvshuttle.ids import Handle
 from support.handoff_values import BLOCK_SIZE_TOKENS, LIMITS
-from support.holder_engine import Clock
+from support.holder_engine import FIRST_LEASE_S, LAST_LEASE_S, RETENTION_S, Clock
 from support.pair import HandoffPair, Request
 
 # Two hosts' clocks differ by at most MAX_CLOCK_RATE_SKEW, so each is off by less than half of it.
@@ -129,6 +130,44 @@ class HandoffMachine(RuleBasedStateMachine):
         for request in requests:
             if (offer := request.fetch.offer(0)).num_tokens:
                 self.pair.admit(request, 0, offer)
+
+    @precondition(lambda self: self.kept)
+    @rule(
+        index=INDEX,
+        prompt=PROMPTS,
+        early_s=st.sampled_from([1e-3, 0.1, 0.9, 1.5, 4.0]),
+        num_renewals=st.integers(0, 3),
+        is_read=st.booleans(),
+    )
+    def a_reader_comes_in_the_last_instant(
+        self, index: int, prompt: tuple[int, ...], early_s: float, num_renewals: int, is_read: bool
+    ) -> None:
+        """It renews in time for a while, waiting or reading, and is not heard of again unless other rules say so."""
+        handle = self.kept[index % len(self.kept)]
+        end_s = self.pair.holder.clock.world(self.pair.holder.kept_until_s.get(handle, 0.0))
+        self.pair.world_s = max(self.pair.world_s, end_s - early_s)
+        request = self.pair.begin(handle, prompt, is_read_once=False)
+        self.pair.pump()
+        offer = request.fetch.offer(0)
+        if is_read and offer.num_tokens:
+            self.pair.admit(request, 0, offer)
+        for _ in range(num_renewals):
+            self.come_to_its_deadline(request)
+            self.pair.deliver_newest(request, Renew)
+            self.pair.deliver_newest(request, Renewed)
+        self.pair.collect()
+
+    @precondition(lambda self: self.kept)
+    @rule(happens=SELDOM)
+    def all_readers_die(self, happens: bool) -> None:
+        """What they have leased of turns is free when it should be, although no reader gives anything back."""
+        if happens:
+            self.note_outcomes()
+            self.pair.restart_reader()
+            self.pair.link.clear()
+            self.pair.world_s = max(self.pair.world_s, self.pair.holder.last_pin_s() + 1e-5)
+            self.pair.collect()
+            assert not self.pair.holder.kept_blocks
 
     @rule(handle=HANDLES)
     def the_router_releases(self, handle: Handle) -> None:
@@ -292,3 +331,34 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoff = HandoffMachine.TestCase
+
+
+@given(
+    clocks=st.tuples(CLOCKS, CLOCKS),
+    early_s=st.floats(1e-3, RETENTION_S) | st.floats(1e-3, LAST_LEASE_S),
+    num_renewals=st.integers(0, 6),
+    is_read=st.booleans(),
+)
+def test_a_turn_that_a_reader_leased_and_died_is_free_soon_after_its_time(
+    clocks: tuple[Clock, Clock], early_s: float, num_renewals: int, is_read: bool
+) -> None:
+    pair = HandoffPair(holder_clock=clocks[0], reader_clock=clocks[1])
+    assert pair.holder.keep(Handle("turn"), HISTORY, None, pair.holder_now_s)
+    pair.advance((RETENTION_S - early_s) / clocks[0].rate)
+    request = pair.begin(Handle("turn"), HISTORY, is_read_once=False)
+    pair.pump()
+    if is_read:
+        pair.admit(request, 0, request.fetch.offer(0))
+    heard_at_s = -math.inf
+    for _ in range(num_renewals):
+        at_s = request.fetch.next_deadline_at_s()
+        if at_s is not None:
+            pair.world_s = max(pair.world_s, pair.reader_clock.world(at_s) + 1e-6)
+            pair.tick()
+            heard_at_s = pair.holder_now_s
+            pair.pump()
+    free_at_s = max(clocks[0].at(0.0) + RETENTION_S + FIRST_LEASE_S, heard_at_s + LAST_LEASE_S)
+    pair.world_s = max(pair.world_s, clocks[0].world(free_at_s) + 1e-5)
+    pair.collect()
+    assert pair.holder.pool.num_free == pair.holder.pool.num_blocks
+    assert not pair.holder.ledger.num_leases

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kvshuttle.errors import PeerUnreachable
+from kvshuttle.handoff.cards import FEATURES
 from kvshuttle.handoff.messages import (
     EngineCard,
     Fingerprint,
@@ -195,7 +196,9 @@ class FakeEngine:
         self.health_status = 200
         self.is_side_up = True
         self.report: dict[str, int] = {}
-        self.protocol_version = 1
+        self.features = FEATURES
+        self.num_cached_tokens: int | None = None
+        """What prefill answers say that was not computed for them; None for nothing."""
         self.remaining_s: dict[str, float] = {}
         """Of kept turns, as it tells them who renews; what is not here is gone."""
         self._server: asyncio.Server | None = None
@@ -227,6 +230,7 @@ class FakeEngine:
         """Between tests that share this engine. A second release, seconds after the first, is not the next test's."""
         self._forgotten |= {call.leg["transfer_id"] for call in self.calls if call.leg and "transfer_id" in call.leg}
         self._forgotten |= set(self.released)
+        self.num_cached_tokens = None
         self.script.clear()
         self.calls.clear()
         self.released.clear()
@@ -239,15 +243,8 @@ class FakeEngine:
         if not self.is_side_up:
             raise PeerUnreachable("scripted")
         if isinstance(message, Hello):
-            card = EngineCard(
-                f"engine-{self.name}",
-                self.incarnation,
-                "kv_both",
-                self.protocol_version,
-                "0.32.0",
-                self.fingerprint,
-                (),
-            )
+            engine_id = f"engine-{self.name}"
+            card = EngineCard(engine_id, self.incarnation, "kv_both", 1, "0.32.0", self.fingerprint, (), self.features)
             return HelloAck(card)
         if isinstance(message, Status):
             load = {"num_running": 0, "num_waiting": 0, "num_blocks": 100, "num_free_blocks": 100} | self.report
@@ -318,6 +315,8 @@ async def default_behaviour(call: Call) -> None:
         # As in a push, where the decode engine has everything before the prefill engine answers.
         FakeEngine.computed[leg["transfer_id"]].set()
         held = {"leg": "prefilled", "transfer_id": leg["transfer_id"], "num_tokens": 7, "lease_s": 30.0}
+        if call.engine.num_cached_tokens is not None:
+            held["num_cached_tokens"] = call.engine.num_cached_tokens
         await call.json(200, {**DEFAULT_ANSWER, "kv_transfer_params": {"kvshuttle": held}})
         return
     if leg is not None and leg.get("mode") == "push" and not await call.wait_for_push():

@@ -5,6 +5,7 @@ The checker keeps its own books of what is lent until when, and compares them wi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kvshuttle.ids import Handle
 
 
+FIRST_LEASE_S, LAST_LEASE_S = 2.0, 5.0
+"""What is promised of leases on kept turns: so much beyond the turn's time unrenewed, and from the last renewal."""
 RETENTION_S = 20.0
 RETENTION_BLOCKS = 8
 
@@ -87,6 +90,7 @@ class LentBlocks:
 
     ends_at_s: float
     contents: dict[int, bytes]
+    handle: str
 
 
 class HolderEngine:
@@ -103,6 +107,8 @@ class HolderEngine:
         self.ledger = ledger(self.incarnation)
         self.retention = Retention(self.ledger, duration_s=RETENTION_S, max_blocks=RETENTION_BLOCKS)
         self.kept_until_s: dict[Handle, float] = {}
+        self.kept_blocks: dict[Handle, tuple[int, ...]] = {}
+        self.heard_at_s: dict[str, float] = {}
         self.pool = Pool(self._num_blocks)
         self.lent: dict[str, LentBlocks] = {}
 
@@ -137,6 +143,7 @@ class HolderEngine:
         is_lent = bool(self.ledger.num_leases)
         assert is_lent or self.retention.num_blocks <= RETENTION_BLOCKS, "over the budget, and nothing is lent"
         self.kept_until_s[handle] = now_s + RETENTION_S
+        self.kept_blocks[handle] = block_ids
         return True
 
     def renew_kept(self, handle: Handle, duration_s: float, now_s: float) -> None:
@@ -171,8 +178,23 @@ class HolderEngine:
     def collect(self, now_s: float) -> None:
         """The engine's next hook: blocks that were let go of return to the pool, and are scribbled over."""
         self.ledger.expire(now_s)
-        for block_ids in self.ledger.take_freed():
+        freed = self.ledger.take_freed()
+        for block_ids in freed:
             self.pool.give_back(block_ids)
+        # The ledger hands back the very tuples that it was given.
+        identities = {id(block_ids) for block_ids in freed}
+        self.kept_blocks = {each: ids for each, ids in self.kept_blocks.items() if id(ids) not in identities}
+        for handle in self.kept_blocks:
+            assert now_s <= self._pinned_until_s(handle) + 1e-6, f"{handle} stays pinned after its time"
+
+    def _pinned_until_s(self, handle: Handle) -> float:
+        """Until when blocks kept under a handle may stay pinned, whoever has leased them."""
+        heard_at_s = self.heard_at_s.get(handle, -math.inf)
+        return max(self.kept_until_s[handle] + FIRST_LEASE_S, heard_at_s + LAST_LEASE_S)
+
+    def last_pin_s(self) -> float:
+        """World time from which on no kept turn of now may be pinned."""
+        return max((self.clock.world(self._pinned_until_s(each)) for each in self.kept_blocks), default=0.0)
 
     def check(self, now_s: float) -> None:
         self.ledger.expire(now_s)
@@ -188,7 +210,7 @@ class HolderEngine:
         contents = dict(zip(answer.block_ids, wanted, strict=False))
         for block_id, content in contents.items():
             assert self.pool.contents[block_id] == content, f"lent block {block_id} with other content"
-        self.lent[answer.lease_id] = LentBlocks(now_s + answer.remaining_s, contents)
+        self.lent[answer.lease_id] = LentBlocks(now_s + answer.remaining_s, contents, message.handle)
 
     def _note_renewed(self, lease_id: str, remaining_s: float, now_s: float) -> None:
         lent = self.lent.get(lease_id)
@@ -196,6 +218,7 @@ class HolderEngine:
         assert (remaining_s > 0) == is_live, f"{lease_id} has {remaining_s} s left by the ledger, live is {is_live}"
         if lent is not None and is_live:
             lent.ends_at_s = max(lent.ends_at_s, now_s + remaining_s)
+            self.heard_at_s[lent.handle] = now_s
 
 
 def _chain_in(message: Acquire) -> TokenChain:

@@ -74,6 +74,14 @@ class Answer:
         return {key: usages[-1][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
     @property
+    def num_cached_tokens(self) -> int | None:
+        """How much of the prompt nobody computed, when the response says so."""
+        events = self.body if isinstance(self.body, list) else [self.body]
+        usages = [event["usage"] for event in events if event.get("usage")]
+        details = (usages[-1].get("prompt_tokens_details") if usages else None) or {}
+        return details.get("cached_tokens")
+
+    @property
     def gist(self) -> tuple[str, str | None, dict[str, int] | None]:
         """What must be equal between a disaggregated and a plain engine."""
         return self.text, self.finish_reason, self.usage

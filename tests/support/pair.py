@@ -59,7 +59,6 @@ class Read:
 
     life: int
     pairs: list[tuple[int, int]]
-    budget_ends_at_s: float
 
 
 @dataclass(eq=False)
@@ -328,14 +327,21 @@ class HandoffPair:
                     request.leases_given_back.extend(action.message.lease_ids)
                     self.link.append(Envelope(request, action.message))
                 case StartRead():
-                    pairs = _pairs(action.plan)
-                    request.read = Read(request.life, pairs, self.reader_now_s + action.budget_s)
+                    self._check_fence(request, action.submit_within_s)
+                    request.read = Read(request.life, _pairs(action.plan))
                 case FailLoad():
                     request.num_loads_ended += 1
         outcome = request.fetch.outcome
         if outcome is not None and outcome not in request.outcomes:
             request.outcomes.append(outcome)
         return actions
+
+    def _check_fence(self, request: Request, submit_within_s: float) -> None:
+        """The last instant at which workers may submit is a margin before the holder lets go."""
+        assert submit_within_s > 0
+        if request.life == self.holder.life:
+            fence_s = self.reader_now_s + submit_within_s + self.limits.submit_margin_s
+            assert self.reader_clock.world(fence_s) <= self.lease_end_s(request) + 1e-6, f"{request.fetch} submits late"
 
     def _check_content(self, request: Request) -> None:
         for index, (block_id, content) in enumerate(zip(request.table, block_contents(request.chain), strict=False)):

@@ -47,7 +47,7 @@ class ConnectorConfig:
     confirm_timeout_s: float = 2.0
     """Push: longest wait for the word that nothing is written any more; after it the blocks are kept out of use."""
     submit_margin_s: float = 1.0
-    """No read starts or counts later than this before the lease ends."""
+    """No read starts later than this before the lease ends."""
     recompute_threshold_tokens: int = 0
     """Hand-off: fewest missing tokens worth a read; below it they are computed locally."""
     kv_recompute_threshold: int | str = 64

@@ -48,7 +48,13 @@ class Holder:
         self.num_watermark_blocks = num_watermark_blocks
 
     def hold(
-        self, leg: PrefillLeg, *, chain: TokenChain, block_ids: list[int], now_s: float, num_cached_tokens: int = 0
+        self,
+        leg: PrefillLeg,
+        *,
+        chain: TokenChain,
+        block_ids: list[int],
+        now_s: float,
+        num_cached_tokens: int | None = None,
     ) -> dict[str, Any] | None:
         """Pin the blocks of a computed prompt; the response's ``kv_transfer_params``, or None when nothing is held.
 

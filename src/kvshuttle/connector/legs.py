@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from kvshuttle.handoff.params import DecodeLeg, PrefillLeg, history_of, parse_leg
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.v1.request import Request
 
     from kvshuttle.blocks import TokenChain
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
 class LiveLeg:
     """``prompt``: its chain, where something was asked for. ``num_local_tokens``: what the prefix cache had of it when
     vLLM last asked before it admitted the request.
+
+    ``num_cached_tokens``: of a prefill leg, how many tokens of its prompt no step has computed, neither before nor
+    after a preemption or a failed read. None before its first step.
     """
 
     leg: Leg
     prompt: TokenChain | None
     num_local_tokens: int = 0
+    num_cached_tokens: int | None = None
     is_admitted: bool = False
 
     @property
@@ -40,13 +46,16 @@ class Legs:
     def __init__(self, stats: ShuttleStats) -> None:
         self._stats = stats
         self._live: dict[str, LiveLeg] = {}
+        self._prefills: dict[str, LiveLeg] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, request_id: str, leg: Leg, prompt: TokenChain | None = None) -> None:
         """A request arrived with a leg."""
-        self._live[request_id] = LiveLeg(leg, prompt)
+        live = self._live[request_id] = LiveLeg(leg, prompt)
+        if isinstance(leg, PrefillLeg):
+            self._prefills[request_id] = live
 
     def note_asked(self, request_id: str, num_local_tokens: int) -> None:
         """vLLM has found so many tokens in its prefix cache, and may be about to admit the request."""
@@ -61,8 +70,17 @@ class Legs:
             live.is_admitted = True
             self._stats.count("local_hit_tokens", live.kind, by=live.num_local_tokens)
 
+    def note_scheduled(self, num_scheduled_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> None:
+        """A step is scheduled that computes so many tokens of each request, behind those that ``requests`` have."""
+        for request_id, live in self._prefills.items():
+            if num_scheduled_tokens.get(request_id):
+                num_before = requests[request_id].num_computed_tokens
+                had = live.num_cached_tokens
+                live.num_cached_tokens = num_before if had is None else min(had, num_before)
+
     def pop(self, request_id: str) -> LiveLeg | None:
         """The request ended."""
+        self._prefills.pop(request_id, None)
         return self._live.pop(request_id, None)
 
 

@@ -101,9 +101,9 @@ class Pusher:
         step.sources_over += self._source.take_sources_over()
 
     def finish(
-        self, request: Request, block_ids: list[int], *, lease_s: float, num_cached_tokens: int = 0
+        self, request: Request, block_ids: list[int], *, lease_s: float, num_cached_tokens: int | None
     ) -> dict[str, Any] | None:
-        """The request ended, in whatever way; the response's ``kv_transfer_params`` when its KV is held.
+        """The request ended, in whatever way; the response's ``kv_transfer_params`` when its prompt was computed.
 
         ``num_cached_tokens``: for the response.
         """
@@ -119,9 +119,10 @@ class Pusher:
         if ending.is_taken:
             self._holder.adopt(kept)
         self._flush()
-        if not ending.is_held:
+        if not is_computed:
             return None
-        return to_params(PrefillResult(push.leg.transfer_id, push.num_tokens, lease_s, num_cached_tokens))
+        num_held_tokens = push.num_tokens if ending.is_held else 0
+        return to_params(PrefillResult(push.leg.transfer_id, num_held_tokens, lease_s, num_cached_tokens))
 
     # -- the side channel's thread ----------------------------------------------------------------
 

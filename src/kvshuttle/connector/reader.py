@@ -280,13 +280,7 @@ class Reader:
                 next_at_s = deadline_at_s if next_at_s is None else min(next_at_s, deadline_at_s)
         return next_at_s
 
-    def num_loaded_tokens(self, request_id: str) -> int:
-        """Tokens that this request got from elsewhere."""
-        reading = self._readings.get(request_id)
-        return reading.num_loaded_tokens if reading is not None else 0
-
     def _note_loaded(self, reading: Reading, load: Load, *, is_read: bool) -> None:
-        reading.num_loaded_tokens = load.num_tokens
         # A push that failed may have been read in the end.
         is_read_instead = is_read and reading.direction == "push"
         self._stats.count("transfer_tokens", "read" if is_read_instead else reading.direction, by=load.num_tokens)
@@ -359,6 +353,7 @@ class Reader:
                 incarnation=reading.source.incarnation,
                 plan=action.plan,
                 budget_s=action.budget_s,
+                submit_within_s=action.submit_within_s,
                 issued_at_s=issued_at_s,
                 host=self._clock.host_id,
                 is_instead_of_push=isinstance(reading.fetch, Intake),

@@ -41,14 +41,13 @@ class EngineClock:
 class Reading:
     """One request that gets KV from elsewhere. ``direction``: the metric label of how.
 
-    ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question. ``num_loaded_tokens``: what came.
+    ``num_local_tokens`` and ``offer_reason`` are those of the engine's last question.
     """
 
     request_id: str
     fetch: Fetch | Intake
     direction: str
     num_local_tokens: int = 0
-    num_loaded_tokens: int = 0
     offer_reason: ReadReason | None = None
     is_counted: bool = False
     is_request_over: bool = False

@@ -85,7 +85,7 @@ class Reads:
     """``report`` takes every outcome; ``hint`` tells a peer that it is about to be read from.
 
     ``host_id``: names the clock that orders are dated by, if it is this host's. ``transit_allowance_s``: taken off a
-    read's budget when the order came from another host, whose clock cannot be compared.
+    read's times when the order came from another host, whose clock cannot be compared.
     """
 
     def __init__(
@@ -153,16 +153,18 @@ class Reads:
     def _start(self, order: ReadOrder) -> ReadResult | None:
         """Post the read; a result when that is not possible."""
         is_same_clock = order.host == self._host_id
-        transit_s = now_s() - order.issued_at_s if is_same_clock else self._transit_allowance_s
-        deadline_at_s = now_s() + order.budget_s - transit_s
+        ordered_at_s = order.issued_at_s if is_same_clock else now_s() - self._transit_allowance_s
+        deadline_at_s = ordered_at_s + order.budget_s
+        last_submit_at_s = ordered_at_s + order.submit_within_s
         peer = self._peers.get(order.incarnation)
         if peer is None or peer.is_gone:
             return ReadResult(order.request_id, "peer_unknown", f"no card of {order.incarnation}")
         try:
             name = self._connect(peer)
-            # Connecting may take a while, and nothing may be posted after the budget is over.
-            if now_s() >= deadline_at_s:
-                return ReadResult(order.request_id, "no_time_left", f"budget {order.budget_s:.2f} s")
+            # Connecting may take a while.
+            if now_s() >= min(deadline_at_s, last_submit_at_s):
+                allowed_s = min(order.budget_s, order.submit_within_s)
+                return ReadResult(order.request_id, "no_time_left", f"{allowed_s:.2f} s to begin in")
             posted = self._poster.post(Operation.READ, peer.card, name, order.plan)
             self._reads.append(_Read(order.request_id, peer, posted, deadline_at_s))
         except KvshuttleError as error:

@@ -28,7 +28,7 @@ from kvshuttle.connector.service import Load, SideChannelService
 from kvshuttle.connector.stats import ShuttleStats
 from kvshuttle.connector.step_metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshuttle.errors import LocalProtocolError
-from kvshuttle.handoff.cards import EngineCard
+from kvshuttle.handoff.cards import FEATURES, EngineCard
 from kvshuttle.handoff.ledger import LeaseLedger
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Message
 from kvshuttle.handoff.params import Mode, PrefillLeg, keep_of
@@ -124,6 +124,7 @@ class SchedulerHalf:
             vllm_version=vllm_compat.vllm_version(),
             fingerprint=own,
             workers=tuple(handshake.card for handshake in ranks),
+            features=FEATURES,
         )
         ledger = LeaseLedger(incarnation=self._incarnation, fingerprint=own, mint=lambda: LeaseId(mint("lease")))
         holder = self._holder = Holder(ledger, lease_s=self._config.lease_s)
@@ -229,6 +230,7 @@ class SchedulerHalf:
             self._num_running = len(scheduler_output.num_scheduled_tokens)
             self._pace.note_scheduled(scheduler_output.num_scheduled_tokens.values(), now_s())
             self._return_blocks()
+            self._legs.note_scheduled(scheduler_output.num_scheduled_tokens, self._live_requests)
             if self._reader is None or self._pusher is None or self._keeper is None:
                 return StepMetadata()
             step = self._reader.take_step()
@@ -272,9 +274,8 @@ class SchedulerHalf:
         with self._lock:
             self._live_requests.pop(request.request_id, None)
             live = self._legs.pop(request.request_id)
-            num_cached_tokens = live.num_local_tokens if live is not None else 0
+            num_cached_tokens = live.num_cached_tokens if live is not None else None
             if self._reader is not None:
-                num_cached_tokens += self._reader.num_loaded_tokens(request.request_id)
                 self._reader.end(request.request_id)
             if self._pusher is not None and self._pusher.is_pushing(request.request_id):
                 lease_s = self._config.lease_s
@@ -324,7 +325,7 @@ class SchedulerHalf:
             self._stats.count("internal_errors", hook)
 
     def _hold(
-        self, request: Request, leg: PrefillLeg, block_ids: list[int], num_cached_tokens: int
+        self, request: Request, leg: PrefillLeg, block_ids: list[int], num_cached_tokens: int | None
     ) -> dict[str, Any] | None:
         chain = prompt_chain(request, self._block_size_tokens) if vllm_compat.is_answered(request) else None
         if chain is None or self._holder is None:

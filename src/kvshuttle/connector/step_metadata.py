@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """Read ``plan`` from the peer named ``incarnation`` for ``request_id``, within ``budget_s`` of ``issued_at_s``.
+    """Read ``plan`` from the peer named ``incarnation`` for ``request_id``, within ``budget_s`` of ``issued_at_s``, and
+    submit nothing later than ``submit_within_s`` after that.
 
     ``issued_at_s`` is the host's monotonic clock: both halves of an engine normally share a host, which
-    ``host`` tells; on another host the worker takes a fixed allowance off the budget instead.
+    ``host`` tells; on another host the worker takes a fixed allowance off both instead.
     """
 
     request_id: str
     incarnation: str
     plan: BlockPlan
     budget_s: float
+    submit_within_s: float
     issued_at_s: float
     host: str
     is_instead_of_push: bool = False

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
+
+
+class Feature(StrEnum):
+    """What an engine can do that others of its protocol version may not: it says so, and is not asked for it else."""
+
+    TURNS = "turns"
+    """Its legs may say ``keep`` and ``history``, and it knows the leg ``local``."""
+
+
+FEATURES: tuple[str, ...] = tuple(Feature)
+"""Those of this release."""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -57,7 +70,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """Who an engine is; the body of ``HelloAck``."""
+    """Who an engine is; the body of ``HelloAck``.
+
+    ``features``: see ``Feature``; names that are not known here mean nothing here, and older engines say none.
+    """
 
     engine_id: str
     incarnation: str
@@ -66,3 +82,4 @@ class EngineCard(msgspec.Struct, frozen=True):
     vllm_version: str
     fingerprint: Fingerprint
     workers: tuple[WorkerCard, ...]
+    features: tuple[str, ...] = ()

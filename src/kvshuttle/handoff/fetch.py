@@ -15,7 +15,7 @@ clocks may run at different rates. So this side always believes a lease to end b
 
 Invariants:
 
-1. A read starts only with more than ``submit_margin_s`` of lease left, and gets a budget that ends before it.
+1. A read starts only with more than ``submit_margin_s`` of lease left, and is submitted before that or never.
 2. A read counts as good only if it completed, and completed before the lease ended by this side's clock.
    Anything else is recomputed; the bytes that arrived are never used.
 3. Every lease that ever reaches this machine is given back exactly once, also when its answer comes late, twice,
@@ -242,12 +242,12 @@ class Fetch:
             return (FailLoad(self.outcome),)
         self._next_state(Trigger.LOAD_ADMITTED)
         plan = self._held.plan(fact, self._wanted.block_size_tokens)
-        budget_s = self._held.start_read(now_s, self._limits.read_timeout_s)
+        submit_within_s = self._held.start_read(now_s, self._limits.read_timeout_s)
         self._load = fact
-        if budget_s <= 0:
+        if submit_within_s <= 0:
             return (*self._end(Trigger.LOAD_TOO_LATE, Outcome.LEASE_LOST), FailLoad(Outcome.LEASE_LOST))
         self._move(Trigger.LOAD_ADMITTED)
-        return (StartRead(plan, budget_s),)
+        return (StartRead(plan, self._limits.read_timeout_s, submit_within_s),)
 
     def _on_nothing_to_read(self, fact: NothingToRead) -> tuple[Action, ...]:
         is_declined = fact.reason in (None, ReadReason.READ)

@@ -177,10 +177,15 @@ class SendRelease:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read ``plan`` and report ``ReadEnded``; what has not completed within ``budget_s`` from now has failed."""
+    """Read ``plan`` and report ``ReadEnded``.
+
+    What has not been submitted within ``submit_within_s`` from now must not be any more; what has not completed within
+    ``budget_s`` from now has failed.
+    """
 
     plan: BlockPlan
     budget_s: float
+    submit_within_s: float
 
 
 @dataclass(frozen=True, slots=True)

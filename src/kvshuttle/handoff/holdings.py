@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from kvshuttle.ids import Handle, LeaseId
 
 
+FIRST_LEASE_S = 2.0
+"""A lease on KV that is kept for later turns is granted for no longer than until this much after the keeping's end: its
+reader may die at once. Twice the default ``submit_margin_s``, so that a read can still be begun in the last instant."""
 LAST_LEASE_S = 5.0
-"""A lease on KV that is kept for later turns outlives the keeping by no more than this, unless it is renewed."""
+"""After the keeping's end a renewal is good for this long: its reader lives, and nobody can begin anew."""
 
 
 class EndReason(StrEnum):
@@ -83,21 +86,33 @@ class Lease:
     ends_at_s: float
     is_over: bool = False
 
+    def begin(self, now_s: float, duration_s: float) -> None:
+        """It is granted now, for ``duration_s``; on what is kept for later turns, until little after that ends."""
+        self._note_use(now_s)
+        self._move_end(now_s + duration_s, self.holding.ends_at_s + FIRST_LEASE_S)
+
     def extend(self, now_s: float, duration_s: float) -> None:
-        """Move the end no earlier than ``duration_s`` from now.
+        """Its reader lives: move the end no earlier than ``duration_s`` from now.
 
         What is held for a hand-off can be found for as long as somebody reads it. What is kept for later turns keeps
-        its own time, and a lease on it outlives that by little.
+        its own time, and outlives that by little, from the last renewal of a lease on it.
         """
+        self._note_use(now_s)
+        self._move_end(now_s + duration_s, max(self.holding.ends_at_s, now_s + LAST_LEASE_S))
+
+    def _note_use(self, now_s: float) -> None:
         holding = self.holding
-        if not holding.is_evictable:
-            self.ends_at_s = max(self.ends_at_s, now_s + duration_s)
-            holding.ends_at_s = max(holding.ends_at_s, self.ends_at_s)
-            return
-        if holding.renewal_s:
+        if holding.renewal_s and holding.why_dropped is None:
             holding.ends_at_s = max(holding.ends_at_s, now_s + holding.renewal_s)
-        latest_at_s = max(holding.ends_at_s, now_s + LAST_LEASE_S)
-        self.ends_at_s = max(self.ends_at_s, min(now_s + duration_s, latest_at_s))
+
+    def _move_end(self, at_s: float, latest_at_s: float) -> None:
+        """``latest_at_s`` is for what is kept for later turns."""
+        holding = self.holding
+        if holding.is_evictable:
+            self.ends_at_s = max(self.ends_at_s, min(at_s, latest_at_s))
+        else:
+            self.ends_at_s = max(self.ends_at_s, at_s)
+            holding.ends_at_s = max(holding.ends_at_s, self.ends_at_s)
 
 
 class Shelf:

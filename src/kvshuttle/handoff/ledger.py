@@ -251,7 +251,7 @@ class LeaseLedger:
 
     def _lend(self, holding: Holding, num_tokens: int, duration_s: float, now_s: float) -> Acquired:
         lease = self._lease(holding, now_s)
-        lease.extend(now_s, duration_s)
+        lease.begin(now_s, duration_s)
         self._deadlines.watch(lease)
         self.counters.acquired += 1
         block_ids = holding.block_ids[: num_blocks_for(num_tokens, holding.chain.block_size_tokens)]

@@ -81,13 +81,14 @@ class LocalLeg(msgspec.Struct, frozen=True, tag="local", tag_field="leg", forbid
 class PrefillResult(msgspec.Struct, frozen=True, tag="prefilled", tag_field="leg"):
     """From the prefill engine, in its response: so many tokens are held for so long.
 
-    ``num_cached_tokens``: how many of them it did not compute for this request, but had or read.
+    ``num_tokens``: 0 after a push for which nothing needs to be held any more. ``num_cached_tokens``: how many of the
+    prompt's tokens it never computed for this request, but had or read; None for an engine that does not say.
     """
 
     transfer_id: str
     num_tokens: int
     lease_s: float
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
 
 
 Leg = PrefillLeg | DecodeLeg | LocalLeg

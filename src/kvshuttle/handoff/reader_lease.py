@@ -35,8 +35,10 @@ class ReaderLease:
     num_verified_tokens: int
     block_ids: tuple[int, ...]
     duration_s: float
+    """What is asked for; grants may be shorter, and are renewed accordingly."""
     submit_margin_s: float
     ends_at_s: float
+    renewal_interval_s: float
     renew_at_s: float
     is_lost: bool = False
     ordinal: int = 0
@@ -48,6 +50,7 @@ class ReaderLease:
     def granted(cls, answer: Acquired, *, limits: FetchLimits, sent_at_s: float) -> ReaderLease:
         """The lease that ``answer`` grants, when its acquire was sent at ``sent_at_s``."""
         granted_s = min(answer.remaining_s, limits.lease_s)
+        interval_s = granted_s / RENEWALS_PER_LEASE
         return cls(
             lease_id=answer.lease_id,
             num_verified_tokens=answer.num_verified_tokens,
@@ -55,12 +58,13 @@ class ReaderLease:
             duration_s=limits.lease_s,
             submit_margin_s=limits.submit_margin_s,
             ends_at_s=sent_at_s + granted_s * (1 - MAX_CLOCK_RATE_SKEW),
-            renew_at_s=sent_at_s + granted_s / RENEWALS_PER_LEASE,
+            renewal_interval_s=interval_s,
+            renew_at_s=sent_at_s + interval_s,
         )
 
     @property
     def last_submit_at_s(self) -> float:
-        """No read may start from here on."""
+        """No read may start, or be submitted, from here on."""
         return self.ends_at_s - self.submit_margin_s
 
     @property
@@ -91,18 +95,19 @@ class ReaderLease:
         )
 
     def start_read(self, now_s: float, timeout_s: float) -> float:
-        """Budget of a read that starts now, in seconds; not positive when it is too late to start one."""
-        budget_s = min(self.last_submit_at_s - now_s, timeout_s)
-        self.read_ends_at_s = now_s + budget_s
-        return budget_s
+        """A read starts that may take ``timeout_s``, for which the lease is renewed as long as it is short of that.
+
+        Returns the seconds within which it has to be submitted; not positive when it is too late to start one.
+        """
+        self.read_ends_at_s = now_s + timeout_s
+        return self.last_submit_at_s - now_s
 
     def start_renewal(self, now_s: float) -> SendRenew:
         """The renew to send now; an answer to an earlier one no longer counts."""
-        interval_s = self.duration_s / RENEWALS_PER_LEASE
         self.ordinal += 1
         self.renew_sent_at_s = now_s
-        self.renew_at_s = now_s + interval_s
-        return SendRenew(Renew((self.lease_id,), self.duration_s), self.ordinal, interval_s)
+        self.renew_at_s = now_s + self.renewal_interval_s
+        return SendRenew(Renew((self.lease_id,), self.duration_s), self.ordinal, self.renewal_interval_s)
 
     def take_renewal(self, fact: RenewAnswered) -> None:
         """Take in an answer. Nonsense, and answers to superseded or answered renewals, count as no answer."""
@@ -113,5 +118,6 @@ class ReaderLease:
             self.is_lost = True
         elif fact.ordinal == self.ordinal and self.renew_sent_at_s is not None:
             self.ends_at_s = max(self.ends_at_s, self.renew_sent_at_s + remaining_s * (1 - MAX_CLOCK_RATE_SKEW))
-            self.renew_at_s = min(self.renew_at_s, self.renew_sent_at_s + remaining_s / RENEWALS_PER_LEASE)
+            self.renewal_interval_s = remaining_s / RENEWALS_PER_LEASE
+            self.renew_at_s = self.renew_sent_at_s + self.renewal_interval_s
             self.renew_sent_at_s = None

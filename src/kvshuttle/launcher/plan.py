@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+_USAGE_DETAILS = "enable-prompt-tokens-details"
+"""Has an answer's usage say how much of its prompt was not computed."""
 
 
 class Role(StrEnum):
@@ -255,6 +257,8 @@ def _plan_engine(
         side_port = next(ports)
         side_address = f"{LOOPBACK}:{side_port}"
         argv += ["--kv-transfer-config", kv_transfer_config(settings, side_port)]
+    if not _mentions(settings.args, _USAGE_DETAILS):
+        argv.append(f"--{_USAGE_DETAILS}")
     argv += _device_args(share)
     # Last, so that what a person asks for wins over what we chose.
     argv += settings.args
@@ -304,6 +308,11 @@ def plan_router(engines: tuple[ProcessPlan, ...], config: LauncherConfig, port: 
         argv += [f"--{engine.role}", f"{engine.url},{engine.side_address}"]
     argv += config.router_args
     return ProcessPlan(name="router", role=Role.ROUTER, argv=tuple(argv), env={}, host=config.host, port=port)
+
+
+def _mentions(args: tuple[str, ...], switch: str) -> bool:
+    """Whether a switch is among vLLM arguments, on or off."""
+    return any(arg.replace("_", "-").removeprefix("--").removeprefix("no-") == switch for arg in args)
 
 
 def _int_arg(args: tuple[str, ...], names: tuple[str, ...]) -> int:

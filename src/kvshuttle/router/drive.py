@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.policy import EngineView
     from kvshuttle.router.registry import Engine
-    from kvshuttle.router.trip import Trip
+    from kvshuttle.router.trip import Dispatch, Trip
 
 _FALL_BACK_REASONS = {
     PlacementReason.NO_ENGINE_UP: RouteReason.NO_PREFILL_ENGINE,
@@ -133,7 +133,7 @@ class Drive:
             await self._decode(decode, self._local_leg(decode))
         else:
             keep = trip.turn.keep_at(decode)
-            await self._decode(decode, DecodeLeg(dispatch.transfer_id, source, keep=keep))
+            await self._decode(decode, DecodeLeg(dispatch.transfer_id, source, keep=keep), dispatch)
         return True
 
     async def _local(self) -> bool:
@@ -148,10 +148,10 @@ class Drive:
         leg = LocalLeg(turn.history_for(decode), turn.keep_at(decode))
         return None if leg == LocalLeg() else leg
 
-    async def _decode(self, engine: Engine, leg: DecodeLeg | LocalLeg | None) -> None:
+    async def _decode(self, engine: Engine, leg: DecodeLeg | LocalLeg | None, dispatch: Dispatch | None = None) -> None:
         """A decode leg of its own, from sending to the client's last byte. Raises ``LegFailed``."""
         self._receipt.window = Window.DECODE
-        with closing(DecodeCall(self._trip, engine, leg)) as call:
+        with closing(DecodeCall(self._trip, engine, leg, dispatch)) as call:
             call.expect()
             answer = await call.begin()
             if answer is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import orjson
@@ -15,6 +16,7 @@ from kvshuttle.router.relay import StreamRelay
 from kvshuttle.router.sse import StreamError, StreamHead
 from kvshuttle.router.telemetry import Leg, Outcome, Stage, Window
 from kvshuttle.router.trip import Answer, LegFailed
+from kvshuttle.router.usage import put_right
 
 if TYPE_CHECKING:
     from kvshuttle.router.exchange import Exchange
@@ -95,18 +97,24 @@ async def run_prefill(trip: Trip, dispatch: Dispatch, mode: Mode, timeout_s: flo
     result = parse_result(_transfer_params(answer))
     if result is None or result.transfer_id != dispatch.transfer_id:
         return None
+    dispatch.num_cached_tokens = result.num_cached_tokens
     trip.receipt.num_held_tokens = result.num_tokens
-    trip.receipt.num_cached_tokens = result.num_cached_tokens
-    return result
+    trip.receipt.num_cached_tokens = result.num_cached_tokens or 0
+    return result if result.num_tokens else None
 
 
 class DecodeCall:
-    """A decode leg: begun, then passed on to the client. ``close`` must be called in every case."""
+    """A decode leg: begun, then passed on to the client. ``close`` must be called in every case.
 
-    def __init__(self, trip: Trip, engine: Engine, leg: DecodeLeg | LocalLeg | None) -> None:
+    ``dispatch``: the prefill leg that hands off to it, if one does.
+    """
+
+    def __init__(
+        self, trip: Trip, engine: Engine, leg: DecodeLeg | LocalLeg | None, dispatch: Dispatch | None = None
+    ) -> None:
         self._trip = trip
         self._engine = engine
-        self._is_handed_off = isinstance(leg, DecodeLeg)
+        self._dispatch = dispatch
         self._is_stream = bool(trip.request.fields.get("stream"))
         self._call = LegCall(trip, engine, decode_body(trip.request, to_params(leg) if leg else None))
         self._started_at_s = trip.routing.now_s()
@@ -133,9 +141,9 @@ class DecodeCall:
         self._engine.absolve()
         now_s, stages_s = self._trip.routing.now_s(), self._trip.receipt.stages_s
         stages_s[Stage.FIRST_BYTE] = now_s - self._started_at_s
-        if self._is_handed_off:
+        if self._dispatch is not None:
             stages_s[Stage.HANDOFF] = now_s - (self._trip.prefilled_at_s or now_s)
-        return answer
+        return answer if answer is None else replace(answer, body=self._put_right(answer.body))
 
     async def pass_on(self) -> bool:
         """Pass a stream that has begun to the client, to its end. False when it broke off, which the client knows."""
@@ -144,7 +152,12 @@ class DecodeCall:
         trip = self._trip
         trip.receipt.window = Window.STREAMING
         relay = StreamRelay(
-            exchange, trip.responder, trip.config, deadline_at_s=trip.deadline_at_s, on_done=trip.turn.answered
+            exchange,
+            trip.responder,
+            trip.config,
+            deadline_at_s=trip.deadline_at_s,
+            on_done=trip.turn.answered,
+            put_right=self._put_right if self._dispatch is not None else None,
         )
         try:
             await relay.run(trip.client_headers(head.headers), self._beginning.data)
@@ -157,6 +170,10 @@ class DecodeCall:
     def close(self) -> None:
         """End it. Idempotent."""
         self._call.close()
+
+    def _put_right(self, body: bytes) -> bytes:
+        """An answer, or an event of one, that says of its prompt what is known by now."""
+        return body if self._dispatch is None else put_right(body, self._dispatch.num_cached_tokens)
 
     async def _read_beginning(self, exchange: Exchange) -> Answer | None:
         head = await exchange.read_head()

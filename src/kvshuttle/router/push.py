@@ -52,7 +52,7 @@ class PushPair:
         prefill_timeout_s = trip.within_total(trip.config.prefill_timeout_s)
         dispatch = trip.dispatch(self._prefill)
         leg = DecodeLeg(dispatch.transfer_id, peer_of(self._prefill), Mode.PUSH, trip.turn.keep_at(self._decode))
-        with closing(DecodeCall(trip, self._decode, leg)) as call:
+        with closing(DecodeCall(trip, self._decode, leg, dispatch)) as call:
             call.expect(after_s=prefill_timeout_s)
             return await self._run_both(call, dispatch, prefill_timeout_s)
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class StreamRelay:
-    """One stream from an exchange to a responder. ``on_done``: called when it is whole, before the client can know."""
+    """One stream from an exchange to a responder. ``on_done``: called when it is whole, before the client can know.
+
+    ``put_right``: for ``EventTail``.
+    """
 
     __slots__ = (
         "_config",
@@ -46,6 +49,7 @@ class StreamRelay:
         *,
         deadline_at_s: float,
         on_done: Callable[[], None],
+        put_right: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self._exchange = exchange
         self._responder = responder
@@ -53,7 +57,7 @@ class StreamRelay:
         self._deadline_at_s = deadline_at_s
         self._on_done = on_done
         self._loop = asyncio.get_running_loop()
-        self._tail = EventTail()
+        self._tail = EventTail(put_right)
         self._last_at_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 

@@ -8,10 +8,15 @@ engine dies in the middle of one, the client gets our error event instead of gar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import orjson
 
-from kvshuttle.router.openai import has_transfer_params, scrub_answer
+from kvshuttle.router.openai import scrub_answer
+from kvshuttle.router.usage import COUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _MAX_HELD_BYTES = 1 << 20
 """An event longer than this is passed on in parts."""
@@ -57,13 +62,16 @@ class StreamHead:
 class EventTail:
     """Passes a stream through in whole events, without ``…_transfer_params``.
 
+    ``put_right``: edits the data of events that count cached tokens; without it they stay as they are.
+
     ``feed`` returns what may be sent now, ``rest`` what is left when the stream ended well. ``is_torn``: an event too
     long to hold has been passed on in part. ``is_done``: the last event was ``[DONE]``, after which nothing follows.
     """
 
-    __slots__ = ("_held", "is_done", "is_torn")
+    __slots__ = ("_held", "_put_right", "is_done", "is_torn")
 
-    def __init__(self) -> None:
+    def __init__(self, put_right: Callable[[bytes], bytes] | None = None) -> None:
+        self._put_right = put_right
         self._held = b""
         self.is_done = False
         self.is_torn = False
@@ -78,14 +86,19 @@ class EventTail:
             self.is_done = data.endswith(_DONE)
         else:
             data = self._hold_partial(data)
-        if _PARAMS in data:
-            return _scrub_events(data)
-        return data
+        return self._edited(data)
 
     def rest(self) -> bytes:
-        """What is held, scrubbed; the stream has ended without a blank line."""
+        """What is held, edited like the rest; the stream has ended without a blank line."""
         held, self._held = self._held, b""
-        return _scrub_events(held) if _PARAMS in held else held
+        return self._edited(held)
+
+    def _edited(self, data: bytes) -> bytes:
+        if _PARAMS in data:
+            data = _edit_events(data, _PARAMS, scrub_answer)
+        if self._put_right is not None and COUNT in data:
+            data = _edit_events(data, COUNT, self._put_right)
+        return data
 
     def _hold_partial(self, data: bytes) -> bytes:
         newline, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
@@ -132,12 +145,13 @@ def _as_error(payload: bytes) -> StreamError | None:
     return StreamError(code, payload)
 
 
-def _scrub_events(data: bytes) -> bytes:
-    if not has_transfer_params(data):
-        return data
+def _edit_events(data: bytes, mark: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    """``data`` with the payloads that contain ``mark`` edited; those that ``edit`` leaves alone are not touched."""
     lines = data.split(b"\n")
     for index, line in enumerate(lines):
-        if line.startswith(b"data:") and has_transfer_params(line):
-            ending = b"\r" if line.endswith(b"\r") else b""
-            lines[index] = b"data: " + scrub_answer(line[5:].strip()) + ending
+        if line.startswith(b"data:") and mark in line:
+            payload = line[5:].strip()
+            edited = edit(payload)
+            if edited != payload:
+                lines[index] = b"data: " + edited + (b"\r" if line.endswith(b"\r") else b"")
     return b"\n".join(lines)

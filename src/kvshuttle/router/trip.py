@@ -51,11 +51,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Dispatch:
-    """A prefill leg that was sent. ``is_running``: it may still end after a release of its handle arrives."""
+    """A prefill leg that was sent. ``is_running``: it may still end after a release of its handle arrives.
+
+    ``num_cached_tokens``: how much of the prompt it did not compute, as it says in its answer; None until then.
+    """
 
     engine: Engine
     transfer_id: str
     is_running: bool = True
+    num_cached_tokens: int | None = None
 
 
 class LegFailed(TransportError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kvshuttle.handoff.cards import Feature
 from kvshuttle.handoff.params import History, Keep
 from kvshuttle.ids import mint
 from kvshuttle.policy import DropReason, Following, Found, Kept, follow_history
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from kvshuttle.policy import Claim
     from kvshuttle.router.conversations import Conversations
     from kvshuttle.router.registry import Engine
-
-_SINCE_PROTOCOL = 1
-"""Engines that speak an older version know nothing of turns."""
 
 
 class HistoryResult(StrEnum):
@@ -184,7 +182,8 @@ class Turn:
 
 
 def _speaks_of_turns(engine: Engine) -> bool:
-    return engine.card is not None and engine.card.protocol_version >= _SINCE_PROTOCOL
+    """An engine that does not would refuse the whole leg."""
+    return engine.card is not None and Feature.TURNS in engine.card.features
 
 
 def _can_exchange(reader: Engine, holder: Engine) -> bool:

@@ -45,7 +45,7 @@ class Case:
 
     def order(self, request_id="r"):
         plan = BlockPlan(0, 1, (BlockRun(1, 2, 1),))
-        self.thread.order(ReadOrder(request_id, "inc", plan, 100.0, now_s(), "here"))
+        self.thread.order(ReadOrder(request_id, "inc", plan, 100.0, 100.0, now_s(), "here"))
 
     def wait(self, condition):
         deadline_at_s = time.monotonic() + LIMIT_S

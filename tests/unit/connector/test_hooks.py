@@ -143,7 +143,7 @@ def test_equal_metadata_of_another_step_is_another_step(worker):
 
 
 def test_an_order_that_cannot_be_passed_on_is_given_up_in_the_end(worker, monkeypatch):
-    order = ReadOrder("r", "inc", BlockPlan(0, 1, (BlockRun(1, 2, 1),)), 1.0, 0.0, "elsewhere")
+    order = ReadOrder("r", "inc", BlockPlan(0, 1, (BlockRun(1, 2, 1),)), 1.0, 1.0, 0.0, "elsewhere")
     worker.handle_preemptions(StepMetadata(reads=[order], peers={"inc": ()}))  # no card for this rank
     assert worker.get_transfer_results(set()).finished_recving == set()
     monkeypatch.setattr("kvshuttle.connector.worker_half.now_s", lambda: float("inf"))

@@ -14,6 +14,7 @@ HERE = "this-host"
 REGIONS = (Region(10_000, 100, 100, 20), Region(30_000, 100, 100, 20))
 MEMORY = KvMemory(REGIONS, np.array([[10_000, 2000]]), "DRAM", 0, "layout")
 PLAN = BlockPlan(0, 2, (BlockRun(3, 5, 2),))
+EITHER = pytest.mark.parametrize("what", ["budget_s", "submit_within_s"])
 
 
 class Case:
@@ -34,11 +35,21 @@ class Case:
     def card(self, regions=REGIONS):
         return WorkerCard(0, "peer:1", b"agent", "DRAM", 0, regions)
 
-    def begin(self, request_id="r", *, budget_s=100.0, incarnation="inc", plan=PLAN, host=HERE, issued_at_s=None):
+    def begin(
+        self,
+        request_id="r",
+        *,
+        budget_s=100.0,
+        submit_within_s=100.0,
+        incarnation="inc",
+        plan=PLAN,
+        host=HERE,
+        issued_at_s=None,
+    ):
         from kvshuttle.connector.step_metadata import ReadOrder
 
         issued_at_s = now_s() if issued_at_s is None else issued_at_s
-        self.reads.begin(ReadOrder(request_id, incarnation, plan, budget_s, issued_at_s, host))
+        self.reads.begin(ReadOrder(request_id, incarnation, plan, budget_s, submit_within_s, issued_at_s, host))
         return self.transport.transfers[-1] if self.transport.transfers else None
 
     def follow(self):
@@ -78,21 +89,32 @@ def test_an_order_for_a_peer_that_was_never_met_fails(case):
     ("host", "issued_before_s", "is_posted"),
     [(HERE, 0.0, True), (HERE, 3.0, False), ("other-host", 3.0, True), ("other-host", 0.0, True)],
 )
-def test_a_budget_counts_from_the_order_where_clocks_can_be_compared(case, host, issued_before_s, is_posted):
-    case.begin(budget_s=2.0, host=host, issued_at_s=now_s() - issued_before_s)
+@EITHER
+def test_time_counts_from_the_order_where_clocks_can_be_compared(case, what, host, issued_before_s, is_posted):
+    case.begin(host=host, issued_at_s=now_s() - issued_before_s, **{what: 2.0})
     assert case.reasons() == ([] if is_posted else [("r", "no_time_left", True)])
 
 
-def test_an_order_from_another_host_pays_an_allowance_for_its_transit(case):
-    case.begin(budget_s=0.9, host="other-host")
+@EITHER
+def test_an_order_from_another_host_pays_an_allowance_for_its_transit(case, what):
+    case.begin(host="other-host", **{what: 0.9})
     assert case.reasons() == [("r", "no_time_left", True)]
 
 
-def test_nothing_is_posted_when_connecting_took_all_the_time(case):
+@EITHER
+def test_nothing_is_posted_when_connecting_took_all_the_time(case, what):
     case.transport.add_peer = lambda metadata: (_until(now_s() + 0.02), b"p")[1]
-    case.begin(budget_s=0.01)
+    case.begin(**{what: 0.01})
     assert case.reasons() == [("r", "no_time_left", True)]
     assert not case.transport.transfers
+
+
+def test_a_read_that_was_submitted_in_time_has_its_whole_budget_to_complete_in(case):
+    transfer = case.begin(submit_within_s=0.01)
+    _until(now_s() + 0.02)
+    assert case.follow() == []
+    transfer.status = TransferStatus.DONE
+    assert case.reasons() == [("r", "", True)]
 
 
 @pytest.mark.parametrize("method", ["add_peer", "post"])

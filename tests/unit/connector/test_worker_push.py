@@ -13,7 +13,7 @@ from kvshuttle.handoff.progress import Progress, Restarted
 
 PUSH = PushExpectation("r", "reg", (21, 22))
 FAILED = FailedLoad("r", "went_quiet", (21, 22), is_push=True)
-READ = ReadOrder("r", "inc", BlockPlan(0, 2, (BlockRun(5, 21, 2),)), 10.0, 0.0, "here", is_instead_of_push=True)
+READ = ReadOrder("r", "inc", BlockPlan(0, 2, (BlockRun(5, 21, 2),)), 10.0, 10.0, 0.0, "here", is_instead_of_push=True)
 
 
 class Comm:

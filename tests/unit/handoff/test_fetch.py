@@ -133,7 +133,8 @@ def test_the_actions_of_the_happy_path() -> None:
     assert send.timeout_s == LIMITS.acquire_timeout_s
     assert made.on(AcquireAnswered(GRANT), now_s=0.1) == ()
     (read,) = made.on(LOAD, now_s=0.2)
-    assert read == StartRead(BlockPlan(0, 3, (BlockRun(5, 21, 2), BlockRun(9, 23, 1))), LIMITS.read_timeout_s)
+    plan = BlockPlan(0, 3, (BlockRun(5, 21, 2), BlockRun(9, 23, 1)))
+    assert read == StartRead(plan, LIMITS.read_timeout_s, LAST_SUBMIT_AT_S - 0.2)
     assert made.on(ReadEnded(is_ok=True), now_s=1.0) == (DROP,)
     assert made.outcome is Outcome.READ_OK
     assert made.offer(0) == Offer(0)
@@ -553,11 +554,56 @@ def test_a_request_that_waits_too_long_gives_up() -> None:
     assert made.outcome is Outcome.WAITED_TOO_LONG
 
 
-def test_the_budget_ends_a_margin_before_the_lease() -> None:
+def test_a_read_is_submitted_a_margin_before_the_leases_end_and_may_take_its_time_then() -> None:
     made = leased()
     (read,) = made.on(LOAD, now_s=25.0)
     assert isinstance(read, StartRead)
-    assert read.budget_s == pytest.approx(LAST_SUBMIT_AT_S - 25.0)
+    assert (read.budget_s, read.submit_within_s) == (LIMITS.read_timeout_s, LAST_SUBMIT_AT_S - 25.0)
+
+
+SHORT = msgspec.structs.replace(GRANT, remaining_s=2.0)
+
+
+def test_a_long_read_under_a_short_grant_goes_on_for_as_long_as_the_lease_is_renewed() -> None:
+    made = leased(SHORT)
+    (read,) = made.on(LOAD, now_s=0.5)
+    assert isinstance(read, StartRead)
+    assert read.budget_s == LIMITS.read_timeout_s
+    assert read.submit_within_s == pytest.approx(2.0 * (1 - MAX_CLOCK_RATE_SKEW) - 1.0 - 0.5)
+    for ordinal in range(1, 7):
+        at_s = made.next_deadline_at_s()
+        assert at_s is not None
+        assert isinstance(made.tick(at_s)[0], SendRenew)
+        made.on(RenewAnswered(ordinal, Renewed((5.0,))), now_s=at_s + 0.01)
+    assert made.next_deadline_at_s() is None  # by then the read has ended or failed
+    assert made.on(ReadEnded(is_ok=True), now_s=10.4) == (DROP,)
+    assert made.outcome is Outcome.READ_OK
+
+
+def test_a_long_read_whose_short_lease_is_not_renewed_is_not_believed() -> None:
+    made = leased(SHORT)
+    made.on(LOAD, now_s=0.5)
+    assert [len(made.tick(at_s)) for at_s in (2.0 / 3, 4.0 / 3)] == [1, 1]
+    assert made.next_deadline_at_s() is None
+    assert made.on(ReadEnded(is_ok=True), now_s=2.0) == (DROP,)
+    assert made.outcome is Outcome.READ_TOO_LATE
+
+
+def test_a_lost_renewal_of_a_short_grant_is_sent_again_before_the_lease_ends() -> None:
+    made = leased(msgspec.structs.replace(GRANT, remaining_s=6.0))
+    assert made.tick(2.0) == (SendRenew(Renew(("lease-1",), 30.0), 1, 2.0),)
+    assert made.next_deadline_at_s() == 4.0
+    made.tick(4.0)
+    made.on(RenewAnswered(2, Renewed((30.0,))), now_s=4.1)
+    assert made.next_deadline_at_s() == 14.0
+
+
+@pytest.mark.parametrize("remaining_s", [1.0, 0.5, 1e-9])
+def test_a_grant_that_leaves_no_time_to_begin_is_given_back_and_nothing_is_read(remaining_s: float) -> None:
+    made = leased(msgspec.structs.replace(GRANT, remaining_s=remaining_s))
+    assert made.tick(0.1) == (DROP,)
+    assert made.outcome is Outcome.LEASE_LOST
+    assert made.offer(0) == Offer(0)
 
 
 def test_no_read_starts_within_the_margin_and_the_load_is_failed() -> None:

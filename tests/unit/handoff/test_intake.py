@@ -334,7 +334,9 @@ def test_a_failed_push_is_read_into_the_same_blocks_once_nothing_is_written_any_
     (acquire,) = made.on(DRAINED, now_s=1.1)
     assert isinstance(acquire, SendAcquire)
     plan = BlockPlan(0, 3, (BlockRun(5, 21, 2), BlockRun(9, 23, 1)))
-    assert made.on(ACQUIRED, now_s=1.2) == (StartRead(plan, LIMITS.read_timeout_s),)
+    (read,) = made.on(ACQUIRED, now_s=1.2)
+    assert isinstance(read, StartRead)
+    assert (read.plan, read.budget_s) == (plan, LIMITS.read_timeout_s)
     assert made.on(OK, now_s=1.5) == (SendRelease(Release(("read-1",), drop=True)),)
     assert (made.outcome, made.is_drained) == (Outcome.READ_OK, True)
 

@@ -39,6 +39,7 @@ from kvshuttle.handoff import (
     Withdrawn,
     WorkerCard,
 )
+from kvshuttle.handoff.cards import FEATURES, Feature
 from support.handoff_values import FINGERPRINT, acquire
 from support.push_values import close_order, open_order, proceed, register, withdraw
 
@@ -50,6 +51,7 @@ CARD = EngineCard(
     vllm_version="0.32.0",
     fingerprint=FINGERPRINT,
     workers=(WorkerCard(0, "127.0.0.1:9", b"\x00agent\xff", "DRAM", 0, (Region(2**47, 64, 64, 10),)),),
+    features=FEATURES,
 )
 EXAMPLES: list[Message] = [
     Hello(PROTOCOL_VERSION, "router"),
@@ -81,6 +83,24 @@ EXAMPLES: list[Message] = [
 def test_a_message_survives_the_wire(message: Message) -> None:
     codec = MessageCodec()
     assert codec.decode(codec.encode(message)) == message
+
+
+def test_the_card_of_an_engine_that_has_no_features_yet_is_read_and_says_none() -> None:
+    codec = MessageCodec()
+    fields = msgspec.msgpack.decode(codec.encode(HelloAck(CARD)))
+    del fields["card"]["features"]
+    read = codec.decode(msgspec.msgpack.encode(fields))
+    assert read == HelloAck(msgspec.structs.replace(CARD, features=()))
+
+
+def test_a_card_is_read_by_an_engine_that_does_not_know_its_newest_features() -> None:
+    codec = MessageCodec()
+    fields = msgspec.msgpack.decode(codec.encode(HelloAck(CARD)))
+    fields["card"]["features"] = [*FEATURES, "of a later release"]
+    fields["card"]["later"] = 1
+    read = codec.decode(msgspec.msgpack.encode(fields))
+    assert isinstance(read, HelloAck)
+    assert Feature.TURNS in read.card.features
 
 
 def test_every_message_has_an_example_here() -> None:

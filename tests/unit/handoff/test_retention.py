@@ -17,7 +17,7 @@ from kvshuttle.handoff import (
     Renew,
     Retention,
 )
-from kvshuttle.handoff.holdings import LAST_LEASE_S
+from kvshuttle.handoff.holdings import FIRST_LEASE_S, LAST_LEASE_S
 from support.handoff_values import BLOCK_SIZE_TOKENS, acquire, chain_of, ledger
 from support.pair import HandoffPair
 
@@ -69,20 +69,49 @@ def test_a_handle_is_kept_for_its_time_however_often_it_is_read() -> None:
     assert kept.ledger.counters.retained_ended == {EndReason.EXPIRED: 1}
 
 
-def test_a_lease_on_what_is_kept_outlives_it_by_little_unless_its_reader_is_alive() -> None:
+@pytest.mark.parametrize(("asked_at_s", "granted_s"), [(0.0, 30.0), (452.0, 30.0), (460.0, 22.0), (479.875, 2.125)])
+def test_a_lease_is_granted_until_little_after_the_time_of_what_it_reads(asked_at_s: float, granted_s: float) -> None:
     kept = Kept()
     kept.keep(0)
-    assert kept.lend(0, now_s=460.0).remaining_s == 20.0
-    lent = kept.lend(0, now_s=479.0)
-    assert lent.remaining_s == LAST_LEASE_S
-    assert kept.acquire(0, now_s=480.0) == Denied(DenyReason.UNKNOWN_HANDLE)
-    renewed = kept.ledger.renew(Renew((lent.lease_id,), 30.0), now_s=482.0)
-    assert renewed.remaining_s == (LAST_LEASE_S,)
-    kept.ledger.expire(486.9)
+    assert kept.lend(0, now_s=asked_at_s).remaining_s == granted_s
+    kept.ledger.expire(max(480.0, asked_at_s + granted_s) - 0.001)
     assert kept.ledger.take_freed() == []
-    kept.ledger.expire(487.0)
+    kept.ledger.expire(TTL_S + FIRST_LEASE_S)
     assert kept.ledger.take_freed() == [(1, 2)]
     assert kept.ledger.is_drained
+
+
+def test_a_lease_on_what_is_kept_lasts_beyond_that_only_while_its_reader_renews_it() -> None:
+    kept = Kept()
+    kept.keep(0)
+    lent = kept.lend(0, now_s=479.0)
+    assert lent.remaining_s == 1.0 + FIRST_LEASE_S
+    assert kept.acquire(0, now_s=480.0) == Denied(DenyReason.UNKNOWN_HANDLE)
+    for now_s in (481.0, 485.0, 489.0):
+        renewed = kept.ledger.renew(Renew((lent.lease_id,), 30.0), now_s=now_s)
+        assert renewed.remaining_s == (LAST_LEASE_S,)
+    kept.ledger.expire(493.9)
+    assert kept.ledger.take_freed() == []
+    kept.ledger.expire(494.0)
+    assert kept.ledger.take_freed() == [(1, 2)]
+    assert kept.ledger.is_drained
+
+
+def test_a_renewal_takes_nothing_away_from_a_grant() -> None:
+    kept = Kept()
+    kept.keep(0)
+    lent = kept.lend(0, now_s=470.0)
+    assert kept.ledger.renew(Renew((lent.lease_id,), 1.0), now_s=471.0).remaining_s == (TTL_S + FIRST_LEASE_S - 471.0,)
+
+
+def test_the_time_of_what_cannot_be_read_any_more_does_not_start_again() -> None:
+    kept = Kept(is_renewed_on_use=True)
+    kept.keep(0)
+    lent = kept.lend(0, duration_s=120.0)
+    kept.keep(1, supersedes="h-0")
+    for now_s in (100.0, 200.0, 300.0, 400.0):
+        kept.ledger.renew(Renew((lent.lease_id,), 120.0), now_s=now_s)
+    assert kept.ledger.renew(Renew((lent.lease_id,), 120.0), now_s=479.0).remaining_s == (LAST_LEASE_S,)
 
 
 def test_each_use_starts_the_time_again_where_that_is_wanted() -> None:

@@ -138,6 +138,28 @@ def test_engine_arguments_come_last_so_that_they_win() -> None:
     assert option(decode.argv, "--max-num-seqs") == "4"
 
 
+def test_every_engine_says_how_much_of_a_prompt_was_not_computed() -> None:
+    (plain,) = plan_engines(
+        [EngineSettings("plain", Role.PLAIN)], LauncherConfig(), MODEL, TWO_CORES, count(20_000), "python"
+    )
+    for engine in (*fleet(LauncherConfig()).engines, plain):
+        assert "--enable-prompt-tokens-details" in engine.argv
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "--enable-prompt-tokens-details",
+        "--no-enable-prompt-tokens-details",
+        "--enable_prompt_tokens_details",
+        "--no_enable_prompt_tokens_details",
+    ],
+)
+def test_unless_its_arguments_say_so_or_not(said: str) -> None:
+    for engine in fleet(LauncherConfig(engine_args=(said,))).engines:
+        assert [arg for arg in engine.argv if "tokens" in arg] == [said]
+
+
 def test_the_router_is_told_every_engine_in_words_that_its_configuration_takes() -> None:
     plan = fleet(LauncherConfig(num_decode=2, host="0.0.0.0", port=9000))
     assert plan.router is not None
