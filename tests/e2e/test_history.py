@@ -81,11 +81,15 @@ def whole_blocks(num_tokens: int) -> int:
 # -- turns --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", ["cold", "warm"])
-def test_ten_turns_compute_what_is_new_and_are_pushed(history: HistoryCluster, plain: Client, cache: str) -> None:
+@pytest.mark.parametrize(("cache", "num_new_tokens", "min_tokens"), [("cold", 620, 6000), ("warm", 250, 2400)])
+def test_ten_turns_compute_what_is_new_and_are_pushed(
+    history: HistoryCluster, plain: Client, cache: str, num_new_tokens: int, min_tokens: int
+) -> None:
     live, rng = history.behind(cache), random.Random(f"ten turns, {cache}")
     with Client(live.url) as client:
-        assert_turns(live, client, plain, rng, num_turns=NUM_TURNS, num_new_tokens=620, min_tokens=6000)
+        assert_turns(
+            live, client, plain, rng, num_turns=NUM_TURNS, num_new_tokens=num_new_tokens, min_tokens=min_tokens
+        )
 
 
 def test_turns_that_are_pulled_compute_what_is_new(history: HistoryCluster, plain: Client) -> None:
