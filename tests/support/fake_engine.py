@@ -101,9 +101,9 @@ class Call:
 
     @property
     def leg(self) -> dict[str, Any] | None:
-        """Our part of its kv_transfer_params."""
+        """Our part of its kv_transfer_params; None for vLLM's own."""
         params = self.body.get("kv_transfer_params")
-        return params["kvshuttle"] if params else None
+        return params.get("kvshuttle") if params else None
 
 
 Behaviour = Callable[[Call], Awaitable[None]]
