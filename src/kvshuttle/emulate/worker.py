@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,18 @@ class EmulatedWorker(CPUWorker):
 
 
 def _switch_progress_thread_off() -> None:
-    """vLLM's connectors have no option for it; they look the agent's configuration up in their own module."""
+    """vLLM's connectors have no option for it; they look the agent's configuration up in their own module.
+
+    Several of their threads use one agent. With the progress thread NIXL locks what they share, without it only when
+    asked to; unlocked, notifications get lost.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     make_config = base_worker.nixl_agent_config
+    modes = sys.modules[make_config.__module__].nixl_thread_sync_t
 
     def without_thread(*args: Any, **kwargs: Any) -> Any:
-        return make_config(*args, **{**kwargs, "enable_prog_thread": False})
+        own = {"enable_prog_thread": False, "sync_mode": modes.NIXL_THREAD_SYNC_STRICT}
+        return make_config(*args, **{**kwargs, **own})
 
     base_worker.nixl_agent_config = without_thread
