@@ -197,7 +197,7 @@ def test_reuse_is_exactly_the_common_prefix(history: HistoryCluster, plain: Clie
 def two_turns(client: Client, rng: random.Random) -> list[Message]:
     """A system prompt, two questions of some blocks and their answers."""
     messages = [{"role": "system", "content": f"You are passenger {rng.randrange(10**6)}."}]
-    for num_tokens in (420, 260):
+    for num_tokens in (300, 160):
         messages.append(user(prose(rng, num_tokens)))
         messages.append(assistant(client.say(messages)))
     return messages
@@ -236,7 +236,7 @@ def test_two_branches_from_one_turn_at_the_same_time(history: HistoryCluster, pl
 def test_nothing_is_reused_under_another_salt_or_adapter(history: HistoryCluster, other: str) -> None:
     """Told by hand, since the router does not even look for a turn of another model."""
     live = history.behind("cold")
-    hand, body = by_hand(live), completion(live, 5 * BLOCK_SIZE_TOKENS + 9)
+    hand, body = by_hand(live), completion(live, 3 * BLOCK_SIZE_TOKENS + 9)
     kept, asked = {
         "salt": ({"cache_salt": "one"}, {"cache_salt": "two"}),
         "adapter": ({}, {"model": ADAPTERS[0]}),
@@ -246,7 +246,7 @@ def test_nothing_is_reused_under_another_salt_or_adapter(history: HistoryCluster
     reference = live.ask_plain(COMPLETIONS, body | asked)
     if other != "salt":
         assert reference.text != live.ask_plain(COMPLETIONS, body | kept).text, "the adapters must make a difference"
-    for attempt, num_expected in ((body | asked, 0), (body | kept, 5 * BLOCK_SIZE_TOKENS)):
+    for attempt, num_expected in ((body | asked, 0), (body | kept, 3 * BLOCK_SIZE_TOKENS)):
         with counted(live) as work:
             answer = hand.ask(attempt, handle)
         assert_equal(answer, live.ask_plain(COMPLETIONS, attempt))
@@ -259,10 +259,10 @@ def test_nothing_is_reused_under_another_salt_or_adapter(history: HistoryCluster
 def test_a_handle_lends_only_what_a_prompt_has_in_common_with_it_and_leaves_no_trace(history: HistoryCluster) -> None:
     """The prefill engine has a prefix cache here, which wrong KV would stay in."""
     live = history.behind("warm")
-    hand, kept = by_hand(live), completion(live, 6 * BLOCK_SIZE_TOKENS)
+    hand, kept = by_hand(live), completion(live, 4 * BLOCK_SIZE_TOKENS)
     handle = hand.keep(kept)
-    strangers = [*reversed(live.token_ids(6 * BLOCK_SIZE_TOKENS + 5))]
-    for num_common in (0, 100, 3 * BLOCK_SIZE_TOKENS + 50):
+    strangers = [*reversed(live.token_ids(4 * BLOCK_SIZE_TOKENS + 5))]
+    for num_common in (0, 100, 2 * BLOCK_SIZE_TOKENS + 50):
         body = kept | {"prompt": kept["prompt"][:num_common] + strangers[num_common:]}
         reference = live.ask_plain(COMPLETIONS, body)
         with counted(live) as work:
@@ -341,8 +341,10 @@ def assert_nothing_pinned(live: Live) -> None:
     assert post(live.engine_url(name), COMPLETIONS, body).status == 200
     report, metrics = status_of(live, name), live.metrics(name)
     assert report.num_holdings == report.num_held_blocks == report.num_retained_blocks == report.num_leases == 0
-    assert metrics.sum("kvshuttle:retained_blocks") == metrics.sum("kvshuttle:quarantined_blocks") == 0
-    assert metrics.sum("vllm:kv_cache_usage_perc") == 0
+    assert metrics.sum("kvshuttle:retained_blocks") == 0
+    if live.fleet.check(live.prefill_names[0]):
+        # Blocks of a hand-off from a dead writer wait for word of it, which only its next life can give.
+        assert metrics.sum("vllm:kv_cache_usage_perc") == metrics.sum("kvshuttle:quarantined_blocks") == 0
 
 
 def test_what_is_kept_gives_way_to_new_load_without_any_preemption(history: HistoryCluster) -> None:
@@ -352,8 +354,8 @@ def test_what_is_kept_gives_way_to_new_load_without_any_preemption(history: Hist
     kept = [(body, hand.keep(body)) for body in bodies]
     assert status_of(live, name).num_retained_blocks == NUM_SMALL_BUDGET
     before = live.metrics(name)
-    # With their answers they need 36 blocks, all at once.
-    bodies = [completion(live, 4 * BLOCK_SIZE_TOKENS, max_tokens=140) for _ in range(6)]
+    # With their answers they need 30 blocks of 40, all at once.
+    bodies = [completion(live, 4 * BLOCK_SIZE_TOKENS - 9, max_tokens=20) for _ in range(6)]
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(lambda body: live.ask(COMPLETIONS, body), bodies))
     for body, answer in zip(bodies, answers, strict=True):
@@ -448,6 +450,8 @@ def test_a_prefill_engine_killed_while_it_reads_leaves_nothing_pinned(history: H
         assert_nothing_pinned(live)
         fleet.restart(prefill, timeout_s=300)
         assert_goes_on(live, client, plain, messages, rng)
+        time.sleep(TTL_S + 2)
+        assert_nothing_pinned(live)
 
 
 def say_and_kill_the_reader(live: Live, client: Client, messages: list[Message]) -> Reply:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-TTL_S = 12.0
+TTL_S = 9.0
 """How long ``prefill-1``, which stands in as a decode engine, keeps what it answered."""
 NUM_SMALL_BLOCKS = 41
 """The pool of ``decode-1``, with the one that vLLM keeps for itself: 40 for requests, nine tenths of them for turns."""
