@@ -278,8 +278,8 @@ def test_what_the_router_does_not_want_any_more_is_not_held_when_it_is_computed(
     prefill = pair.begin_prefill("x-1")
     ask_side(pair.source.half.address, Release(handles=("x-1",)))
     run_until(lambda: pair.source.has_finished(prefill), [pair.source], "the prefill leg")
-    result = parse_result(pair.source.answers[prefill].kv_transfer_params)
-    assert (result.num_tokens, result.num_cached_tokens) == (0, 0)
+    said = parse_result(pair.source.answers[prefill].kv_transfer_params)
+    assert (said.num_tokens, said.num_cached_tokens) == (0, 0)
     pair.assert_drained()
 
 

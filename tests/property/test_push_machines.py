@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -464,14 +467,23 @@ class PushMachine(RuleBasedStateMachine):
 TestPush = PushMachine.TestCase
 
 
+NUM_STORIES = 20_000
 NUM_PARTS = 10
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_push_through_twenty_thousand_stories(part: int) -> None:
-    """20,000 examples. In parts, because Hypothesis keeps all examples of a run in memory, some gigabytes of them."""
+def test_push_through_twenty_thousand_stories() -> None:
+    """In parts, each in a process of its own: Hypothesis keeps all examples of a run in memory, gigabytes of them."""
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        parts = [pool.submit(tell_stories, NUM_STORIES // NUM_PARTS) for _ in range(NUM_PARTS)]
+        assert sum(part.result() for part in parts) >= NUM_STORIES
+
+
+def tell_stories(num_examples: int) -> int:
+    """Returns how many were told to their end."""
 
     class Counted(PushMachine):
         num_stories = 0
@@ -480,11 +492,17 @@ def test_push_through_twenty_thousand_stories(part: int) -> None:
             super().teardown()
             Counted.num_stories += 1
 
-    num_examples = 20_000 // NUM_PARTS
-    # Stories are not longer than in the short run: more of them find more.
-    stories = settings(settings.get_profile("long"), max_examples=num_examples, stateful_step_count=40)
+    # Stories are not longer than in the short run: more of them find more. Each process tells others, also in CI.
+    stories = settings(
+        max_examples=num_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        print_blob=True,
+        derandomize=False,
+    )
     run_state_machine_as_test(Counted, settings=stories)
-    assert Counted.num_stories >= num_examples
+    return Counted.num_stories
 
 
 WORK = ["chunk", "chunk", "preempt", "roll back", "messages", "message", "order", "note", "fact", "post", "land", "end"]

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
-from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Role, plan_engines, plan_fleet
+from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Role, plan_engines, plan_fleet, served_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -270,6 +270,16 @@ class Metrics:
         """Requests that the engine has ended well."""
         return self.sum("vllm:request_success_total")
 
+    def prompts(self) -> dict[str, float]:
+        """Where the tokens of prompts came from; ``fetched``: those that earlier turns had left at another engine."""
+        by_source = "vllm:prompt_tokens_by_source_total"
+        return {
+            "computed": self.sum(by_source, source="local_compute"),
+            "local": self.sum(by_source, source="local_cache_hit"),
+            "loaded": self.sum(by_source, source="external_kv_transfer"),
+            "fetched": self.sum("kvshuttle:transfer_tokens_total", direction="history"),
+        }
+
     def moved(self) -> dict[str, float]:
         """What a hand-off changes on the decode side."""
         return {
@@ -290,12 +300,17 @@ def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, f
 @contextlib.contextmanager
 def live_cluster(config: LauncherConfig, model: Path, log_dir: Path, *, plain_args: tuple[str, ...]) -> Iterator[Live]:
     """Start a cluster and a plain engine of the same model; stop both, by process, at the end."""
-    machine = this_machine()
-    rng = random.Random(f"{os.getpid()}-{time.time_ns()}")
+    rng = fresh_rng()
     ports = free_ports(rng)
-    plan = plan_fleet(config, model, machine, ports, sys.executable)
-    settings = [EngineSettings("plain", Role.PLAIN, plain_args)]
-    plain = FleetPlan(plan.model_name, plan_engines(settings, config, model, machine, ports, sys.executable))
+    plan = plan_fleet(config, model, this_machine(), ports, sys.executable)
+    plain = plan_plain(config, model, ports, plain_args)
+    with live_engines(plan, plain, log_dir, rng) as live:
+        yield live
+
+
+@contextlib.contextmanager
+def live_engines(plan: FleetPlan, plain: FleetPlan, log_dir: Path, rng: random.Random) -> Iterator[Live]:
+    """Start ``plan``, with or without a router, and the reference; stop both, by process, at the end."""
     with (
         Fleet(plan, env=os.environ, log_dir=log_dir, report=_say) as fleet,
         Fleet(plain, env=os.environ, log_dir=log_dir, report=_say) as reference,
@@ -304,6 +319,17 @@ def live_cluster(config: LauncherConfig, model: Path, log_dir: Path, *, plain_ar
         fleet.start(timeout_s=400)
         reference.wait_healthy(["plain"], timeout_s=400)
         yield Live(fleet, reference, rng)
+
+
+def plan_plain(config: LauncherConfig, model: Path, ports: Iterator[int], args: tuple[str, ...]) -> FleetPlan:
+    """An engine without a connector."""
+    settings = [EngineSettings("plain", Role.PLAIN, args)]
+    return FleetPlan(served_name(config), plan_engines(settings, config, model, this_machine(), ports, sys.executable))
+
+
+def fresh_rng() -> random.Random:
+    """Another one for each run: prompts must not repeat, and runs beside each other must not want the same ports."""
+    return random.Random(f"{os.getpid()}-{time.time_ns()}")
 
 
 def _say(line: str) -> None:
