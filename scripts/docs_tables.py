@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.plan import HandoffPlan
+from kvshuttle.bench.turns_plan import TurnsPlan
 from kvshuttle.cli import _build_parser, attribute_docs
 from kvshuttle.config import ConnectorConfig, LauncherConfig, RouterConfig
 from kvshuttle.policy import ConversationTable
@@ -65,8 +66,12 @@ def launcher_knobs() -> str:
     return knobs_with_options(LauncherConfig, "up")
 
 
-def bench_knobs() -> str:
-    return knobs_with_options(HandoffPlan, "bench")
+def bench_handoff_knobs() -> str:
+    return knobs_with_options(HandoffPlan, "bench handoff")
+
+
+def bench_turns_knobs() -> str:
+    return knobs_with_options(TurnsPlan, "bench turns")
 
 
 def knobs_with_options(config: type, command: str) -> str:
@@ -103,12 +108,12 @@ def default_text(default: object, factory: object) -> str:
 
 def commands() -> str:
     """The command line, but for the options that are knobs."""
-    described = {action.dest: action.help for action in subparsers()._choices_actions}
+    configs = (RouterConfig, LauncherConfig, HandoffPlan, TurnsPlan)
+    knob_names = {knob.name for config in configs for knob in fields(config)}
     rows = []
-    for name, text in described.items():
-        knob_names = {knob.name for config in (RouterConfig, LauncherConfig, HandoffPlan) for knob in fields(config)}
-        own = [action for action in actions_of(name) if action.dest not in knob_names | {"help"}]
-        rows.append([f"`kvshuttle {name}`", sentence(text or ""), "; ".join(option_text(action) for action in own)])
+    for name, (text, parser) in described_commands().items():
+        own = [action for action in parser._actions if action.dest not in knob_names | {"help"}]
+        rows.append([f"`kvshuttle {name}`", sentence(text), "; ".join(option_text(action) for action in own)])
     return table(["Command", "What it does", "Options that are not knobs"], rows)
 
 
@@ -119,11 +124,32 @@ def option_text(action: argparse.Action) -> str:
 
 
 def actions_of(command: str) -> list[argparse.Action]:
-    return list(subparsers().choices[command]._actions)
+    """Of a command, or of one below it: ``bench turns``."""
+    parser = _build_parser()
+    for word in command.split():
+        choices = subparsers(parser)
+        assert choices is not None
+        parser = choices.choices[word]
+    return list(parser._actions)
 
 
-def subparsers() -> Any:
-    return next(a for a in _build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+def described_commands(parser: argparse.ArgumentParser | None = None) -> dict[str, tuple[str, argparse.ArgumentParser]]:
+    """What each command does, for those that are listed; of one that has commands below it, those."""
+    found: dict[str, tuple[str, argparse.ArgumentParser]] = {}
+    choices = subparsers(parser or _build_parser())
+    assert choices is not None
+    for action in choices._choices_actions:
+        chosen = choices.choices[action.dest]
+        if subparsers(chosen) is None:
+            found[action.dest] = action.help or "", chosen
+        else:
+            found |= {f"{action.dest} {name}": each for name, each in described_commands(chosen).items()}
+    return found
+
+
+def subparsers(parser: argparse.ArgumentParser) -> Any:
+    """The commands of a parser; None for none."""
+    return next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
 
 
 # --- metrics ----------------------------------------------------------------------------------------
@@ -232,7 +258,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "connector-knobs": connector_knobs,
     "router-knobs": router_knobs,
     "launcher-knobs": launcher_knobs,
-    "bench-knobs": bench_knobs,
+    "bench-handoff-knobs": bench_handoff_knobs,
+    "bench-turns-knobs": bench_turns_knobs,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,
     **{f"modules-{folder or 'top'}": modules_of(folder) for folder in FLOORS},

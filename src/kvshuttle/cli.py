@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvshuttle
 from kvshuttle.bench.plan import HandoffPlan
+from kvshuttle.bench.plan_file import OPTION_NAMES as BENCH_OPTION_NAMES
+from kvshuttle.bench.turns_plan import TurnsPlan
 from kvshuttle.config import Device, LauncherConfig, ModeChoice, RouterConfig, secret_from
 from kvshuttle.errors import ConfigError, KvshuttleError
 
@@ -41,7 +43,6 @@ _UP_OPTION_NAMES = {
     "is_restarting": "restart",
 }
 _ARGUMENT_KNOBS = ("engine_args", "prefill_args", "decode_args", "router_args")
-_BENCH_OPTION_NAMES = {"systems": "system", "is_quiet_wait": "quiet-wait"}
 _ROUTER_OPTION_NAMES = {
     "prefill_keep_fields": "prefill-keep-field",
     "is_reusing_history": "reuse-history",
@@ -123,14 +124,8 @@ def _build_parser(parser_class: type[argparse.ArgumentParser] = argparse.Argumen
     model = _add_command(commands, "model", _model, "fetch and convert a bundled model, and print its directory")
     model.add_argument("name", nargs="?", default="smollm2")
 
-    bench = _add_command(
-        commands, "bench", _bench, "measure hand-offs on emulated accelerators, ours beside vLLM's connectors"
-    )
-    bench.add_argument(
-        "what", choices=("handoff", "report"), help="measure what --out does not hold yet, or write its report again"
-    )
-    bench.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
-    _add_knobs(bench, HandoffPlan, _BENCH_OPTION_NAMES)
+    bench = commands.add_parser("bench", allow_abbrev=False, help="measure, and report what was measured")
+    _add_benchmarks(bench.add_subparsers(metavar="WHAT", required=True))
 
     _add_command(commands, "guard", _guard, None)
     convert = _add_command(commands, "convert-gguf", _convert_gguf, None)
@@ -147,6 +142,23 @@ def _add_command(
     parser: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **extra)
     parser.set_defaults(command=command)
     return parser
+
+
+def _add_benchmarks(commands: Any) -> None:
+    handoff = _add_command(
+        commands, "handoff", _bench_handoff, "measure hand-offs on emulated accelerators, ours beside vLLM's connectors"
+    )
+    turns = _add_command(
+        commands,
+        "turns",
+        _bench_turns,
+        "measure conversations, on a real model or emulated accelerators, with and without reuse of history",
+    )
+    report = _add_command(commands, "report", _bench_report, "write the report of a run again")
+    for parser, plan in ((handoff, HandoffPlan), (turns, TurnsPlan), (report, None)):
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
+        if plan is not None:
+            _add_knobs(parser, plan, BENCH_OPTION_NAMES)
 
 
 def _add_launcher_options(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +183,8 @@ def _add_knobs(
         default = knob.default if knob.default is not MISSING else ""
         option = f"--{names.get(knob.name, knob.name.replace('_', '-'))}"
         text = meanings.get(knob.name, "").replace("``", "").replace("%", "%%")
-        shown = "" if isinstance(default, bool) or default in ("", ()) else f" [{default}]"
+        told = ", ".join(default) if isinstance(default, tuple) else default
+        shown = "" if isinstance(default, bool) or told == "" else f" [{told}]"
         common: dict[str, Any] = {
             "dest": knob.name,
             "default": argparse.SUPPRESS,
@@ -312,13 +325,23 @@ def _model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench_handoff(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.handoff import run_handoff
+
+    run_handoff(HandoffPlan.from_mapping(_given(args, HandoffPlan)), args.out, env=os.environ, say=_say)
+    return _bench_report(args)
+
+
+def _bench_turns(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.turns import run_turns
+
+    run_turns(TurnsPlan.from_mapping(_given(args, TurnsPlan)), args.out, env=os.environ, say=_say)
+    return _bench_report(args)
+
+
+def _bench_report(args: argparse.Namespace) -> int:
     from kvshuttle.bench.report import write_report
 
-    if args.what == "handoff":
-        from kvshuttle.bench.handoff import run_handoff
-
-        run_handoff(HandoffPlan.from_mapping(_given(args, HandoffPlan)), args.out, env=os.environ, say=_say)
     try:
         _say(f"report: {write_report(args.out)}")
     except FileNotFoundError as error:

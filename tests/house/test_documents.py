@@ -113,8 +113,8 @@ def test_every_option_of_the_command_line_is_in_the_documents() -> None:
     docs_tables = script("docs_tables")
     options = {
         option
-        for command in docs_tables.subparsers().choices
-        for action in docs_tables.actions_of(command)
+        for _, parser in docs_tables.described_commands().values()
+        for action in parser._actions
         for option in action.option_strings
     } - {"-h", "--help"}
     missing = sorted(option for option in options if f"`{option}" not in OPERATIONS)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from support.fake_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, answer, sse, status, stream
+from support.fake_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, FakeEngine, answer, sse, status, stream
 from support.router_cluster import cluster
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -237,6 +237,22 @@ def test_a_prefill_answer_that_holds_nothing_is_counted_and_the_decode_engine_co
     assert one.post(COMPLETIONS, BODY).status == 200
     assert one.decodes[0].calls[0].body == BODY
     assert one.metric("prefill_not_held_total") == before + 1
+
+
+def test_a_prefill_answer_whose_kv_is_through_already_still_says_what_was_cached(one, caplog):
+    async def through(call):
+        FakeEngine.computed[call.leg["transfer_id"]].set()
+        held = {"transfer_id": call.leg["transfer_id"], "num_tokens": 0, "lease_s": 0.0, "num_cached_tokens": 5}
+        await call.json(200, {**DEFAULT_ANSWER, "kv_transfer_params": {"kvshuttle": {"leg": "prefilled", **held}}})
+
+    one.prefills[0].script.append(through)
+    with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
+        assert one.post(COMPLETIONS, BODY, {"x-request-id": "through-1"}).status == 200
+        one.wait_until_nothing_is_left()
+    (receipt,) = [json.loads(record.message) for record in caplog.records if "through-1" in record.message]
+    assert (receipt["num_held_tokens"], receipt["num_cached_tokens"]) == (0, 5)
+    # Nothing is there to be read, so a decode engine that comes afterwards is not sent for it.
+    assert (one.decodes[0].calls[0].leg is None) is (one.mode == "pull")
 
 
 @pull_only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,38 +9,35 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvshuttle.bench.figures import handoff_records, intervals
+from kvshuttle.bench.inspection import card_of, save_metrics
 from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
-from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
-from kvshuttle.bench.run_files import FACTS_FILE, PLAN_FILE, RECORDS_FILE
+from kvshuttle.bench.plan_file import claim
+from kvshuttle.bench.record_file import append_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
+from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.systems import SYSTEMS, Places, Protocol, System, plan_pair
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
 from kvshuttle.emulate.pattern import prefix_sums, prompt_key
 from kvshuttle.emulate.profile import Profile, load_profile
 from kvshuttle.emulate.trace import Pass, read_trace
-from kvshuttle.errors import ConfigError, TransportError
-from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
+from kvshuttle.errors import TransportError
 from kvshuttle.handoff.params import Peer
-from kvshuttle.handoff.wire import MessageCodec
-from kvshuttle.launcher.chat import fetch_metrics
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports
-from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from kvshuttle.launcher.plan import ProcessPlan
 
 _SETTLE_S = 0.15
 """Pause between rounds, so that leases and notifications of one do not fall into the next."""
@@ -114,20 +110,7 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
 
 def effective_profile(plan: HandoffPlan) -> Profile:
     """The plan's profile, slowed and with its bytes scaled."""
-    profile = load_profile(plan.profile).slowed(plan.time_scale)
-    return replace(profile, geometry=profile.geometry.scaled(plan.bytes_scale))
-
-
-def claim(plan: HandoffPlan, out_dir: Path) -> None:
-    """A directory holds one plan; which systems are measured may grow from call to call."""
-    path = out_dir / PLAN_FILE
-    if path.exists():
-        earlier = HandoffPlan.from_mapping(json.loads(path.read_text()))
-        if replace(earlier, systems=plan.systems) != plan:
-            raise ConfigError(f"--out: {out_dir} holds a run with other options; choose another directory")
-        known = [name for name in SystemName if name in {*earlier.systems, *plan.systems}]
-        plan = replace(plan, systems=tuple(known))
-    path.write_text(json.dumps(plan.to_mapping(), indent=1) + "\n")
+    return load_profile(plan.profile).scaled(time_scale=plan.time_scale, bytes_scale=plan.bytes_scale)
 
 
 def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
@@ -138,7 +121,8 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
         prefill, decode = pair_plan.engines
         source = None
         if system.protocol is Protocol.SHUTTLE:
-            source = _identity(prefill.side_address)
+            card = card_of(prefill.side_address)
+            source = Peer(prefill.side_address, card.engine_id, card.incarnation)
         pair = Pair(system, prefill.url, decode.url, int(prefill.side_address.rpartition(":")[2]), source)
         tracers = [_Tracer(run.places.trace_dir_of(engine.name)) for engine in (prefill, decode)]
         bench = _Bench(run, pair, tracers[0], tracers[1])
@@ -153,7 +137,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
                 f"[{run.num_done}/{run.num_cells}] {system.name}: {cell.text}: {_summary(records)},"
                 f" {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left"
             )
-        _save_metrics(system, run, pair_plan.engines)
+        save_metrics(run.out_dir, system.name, pair_plan.engines)
 
 
 @dataclass(slots=True)
@@ -236,36 +220,6 @@ class _Bench:
                 connections.enter_context(contextlib.closing(request))
             time.sleep(_QUIET_WINDOW_S)
             yield [_key(prompt) for prompt in prompts]
-
-
-def _save_metrics(system: System, run: _Run, engines: Sequence[ProcessPlan]) -> None:
-    """What the engines' connectors counted themselves, for a look behind the figures."""
-    directory = run.out_dir / "metrics"
-    directory.mkdir(exist_ok=True)
-    for engine in engines:
-        lines = [
-            line
-            for line in fetch_metrics(engine.url).splitlines()
-            if line.startswith(("kvshuttle:", "vllm:nixl", "vllm:corrupted", "vllm:num_preemptions"))
-        ]
-        (directory / f"{system.name}-{engine.name}.txt").write_text("\n".join(lines) + "\n")
-
-
-def _identity(side_address: str) -> Peer:
-    """Who listens there, asked over the side channel as a router does. Raises ``TransportError``."""
-    endpoint: Endpoint[Message] = Endpoint(
-        codec=MessageCodec(), secret=None, sender="bench", handler=lambda _: Refused("a benchmark"), now_s=now_s
-    )
-    thread = SideChannelThread(endpoint)
-    thread.start()
-    try:
-        hello = Hello(protocol_version=PROTOCOL_VERSION, sender="bench")
-        reply = asyncio.run(thread.request_async(side_address, hello, timeout_s=5.0))
-    finally:
-        thread.stop(timeout_s=5.0)
-    if not isinstance(reply, HelloAck):
-        raise TransportError(f"{side_address}: answered {reply!r} to a hello")
-    return Peer(address=side_address, engine_id=reply.card.engine_id, incarnation=reply.card.incarnation)
 
 
 def _prompt(rng: random.Random, num_tokens: int) -> list[int]:

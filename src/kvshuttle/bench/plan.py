@@ -1,15 +1,16 @@
-"""What a benchmark run is asked to do: its knobs, and the cells that they span."""
+"""What a benchmark of hand-offs is asked to do: its knobs, and the cells that they span."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvshuttle.bench.plan_file import Benchmark, knobs_in
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class SystemName(StrEnum):
@@ -44,6 +45,9 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
     """Knobs of ``kvshuttle bench handoff``. Raises ``ConfigError`` naming the option."""
+
+    benchmark: ClassVar = Benchmark.HANDOFF
+    growing: ClassVar[Mapping[str, Sequence[str]]] = {"systems": tuple(SystemName)}
 
     systems: tuple[str, ...] = tuple(SystemName)
     """What to measure; all when not given."""
@@ -107,18 +111,10 @@ class HandoffPlan:
         """Room for the longest prompt and for background requests."""
         return max(int(text) for text in self.prompt_tokens) + BACKGROUND_TOKENS + self.output_tokens
 
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> HandoffPlan:
-        """From what ``to_mapping`` gave. Raises ``ConfigError`` naming an unknown key."""
-        unknown = sorted(set(values) - {knob.name for knob in fields(cls)})
-        if unknown:
-            raise ConfigError(f"{unknown[0]}: unknown key")
-        knobs: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-        return cls(**knobs)
+        """From what ``mapping_of`` gives, or options. Raises ``ConfigError`` naming an unknown key."""
+        return cls(**knobs_in(cls, values))
 
 
 BACKGROUND_TOKENS = 2048

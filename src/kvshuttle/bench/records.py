@@ -1,24 +1,39 @@
-"""What a run writes down, one JSON line each: hand-offs, measures of decode pace, finished cells."""
+"""What a benchmark of hand-offs writes down: hand-offs, measures of decode pace, finished cells."""
 
 from __future__ import annotations
 
-import gzip
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvshuttle.bench.record_file import read_finished
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
-class HandoffRecord(msgspec.Struct, frozen=True, tag="handoff"):
-    """One hand-off. Instants are seconds after ``sent``, on the host's monotonic clock; -1 for what did not happen."""
+class _OfCell(msgspec.Struct, frozen=True):
+    """Where in the grid it was measured."""
 
     system: str
     prompt_tokens: int
     concurrency: int
     background: int
+
+    @property
+    def cell_key(self) -> tuple[str, int, int, int]:
+        """Names the cell."""
+        return self.system, self.prompt_tokens, self.concurrency, self.background
+
+    @property
+    def ends_cell(self) -> bool:
+        """Whether it says that the cell is whole."""
+        return isinstance(self, CellDone)
+
+
+class HandoffRecord(_OfCell, frozen=True, tag="handoff"):
+    """One hand-off. Instants are seconds after ``sent``, on the host's monotonic clock; -1 for what did not happen."""
+
     round: int
     key: str
     prefill_start_s: float
@@ -44,58 +59,27 @@ class HandoffRecord(msgspec.Struct, frozen=True, tag="handoff"):
         return self.decode_start_s - self.prefill_end_s
 
 
-class PaceRecord(msgspec.Struct, frozen=True, tag="pace"):
+class PaceRecord(_OfCell, frozen=True, tag="pace"):
     """Seconds from one decode step on D to the next, for requests that decode all the while."""
 
-    system: str
-    prompt_tokens: int
-    concurrency: int
-    background: int
     round: int
     condition: str
     """``idle``: nothing else runs. ``prefill``: P computes, nothing moves. ``transfer``: hand-offs are under way."""
     intervals_s: list[float]
 
 
-class CellDone(msgspec.Struct, frozen=True, tag="done"):
+class CellDone(_OfCell, frozen=True, tag="done"):
     """All rounds of a cell are written."""
 
-    system: str
-    prompt_tokens: int
-    concurrency: int
-    background: int
     load_average: float = -1.0
     """The machine's, over the minute before the cell's end; -1 where it was not written down."""
 
 
 Record = HandoffRecord | PaceRecord | CellDone
 
-_ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
-def append_records(path: Path, records: Sequence[Record]) -> None:
-    """Append, all at once: a run that is cut off leaves whole cells or, at worst, one broken line at the end."""
-    with path.open("ab") as file:
-        file.write(b"".join(_ENCODER.encode(record) + b"\n" for record in records))
-
-
 def read_records(path: Path) -> list[Record]:
-    """All records of finished cells; those of a cell that was cut off are left out, since it is run again.
-
-    Published runs keep their records compressed: where ``path`` is not there, ``path.gz`` is read.
-    """
-    packed = path.with_name(f"{path.name}.gz")
-    if path.exists():
-        data = path.read_bytes()
-    elif packed.exists():
-        data = gzip.decompress(packed.read_bytes())
-    else:
-        return []
-    records = [_DECODER.decode(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
-    done = {_cell_of(record) for record in records if isinstance(record, CellDone)}
-    return [record for record in records if _cell_of(record) in done]
-
-
-def _cell_of(record: Record) -> tuple[str, int, int, int]:
-    return record.system, record.prompt_tokens, record.concurrency, record.background
+    """All records of finished cells in a run's file, or in the same one compressed."""
+    return read_finished(path, _DECODER)

@@ -79,6 +79,18 @@ class Places:
         return self.trace_dir / engine
 
 
+EMULATION_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
+"""What emulated engines find in their environment: they need no core, and requests with wrong KV are counted."""
+
+
+def emulation_args(*, trace_dir: Path | None = None, nixl_progress_thread: bool | None = None) -> tuple[str, ...]:
+    """What every emulated engine is started with; ``additional_config`` says what the arguments are."""
+    extra = additional_config(
+        trace_dir=str(trace_dir) if trace_dir else None, nixl_progress_thread=nixl_progress_thread
+    )
+    return "--load-format", "dummy", "--worker-cls", WORKER_CLASS, "--additional-config", json.dumps(extra)
+
+
 def plan_pair(system: System, plan: HandoffPlan, places: Places, ports: Iterator[int], python: str) -> FleetPlan:
     """One prefill and one decode engine with emulated accelerators, and ``system``'s connector between them."""
     engines = tuple(_plan_engine(system, role, plan, places, ports, python) for role in (Role.PREFILL, Role.DECODE))
@@ -92,35 +104,31 @@ def _plan_engine(
     name = f"{role}-0"
     # The progress thread of our own connector is an option of it; vLLM's have none.
     is_thread_as_shipped = system.has_progress_thread or system.protocol is Protocol.SHUTTLE
-    extra = additional_config(
-        trace_dir=str(places.trace_dir_of(name)), nixl_progress_thread=None if is_thread_as_shipped else False
+    emulation = emulation_args(
+        trace_dir=places.trace_dir_of(name), nixl_progress_thread=None if is_thread_as_shipped else False
     )
     options = {
         "--model": str(places.model_dir),
         "--served-model-name": MODEL_NAME,
         "--host": LOOPBACK,
         "--port": str(port),
-        "--load-format": "dummy",
         "--max-model-len": str(plan.max_model_len),
         "--max-num-batched-tokens": str(plan.chunk_tokens),
         "--max-num-seqs": "32",
-        "--worker-cls": WORKER_CLASS,
-        "--additional-config": json.dumps(extra),
         "--kv-transfer-config": _transfer_config(system, role, name, side_port),
     }
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(plan.kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
+        **EMULATION_ENV,
         "OMP_NUM_THREADS": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
         QUIET_WAITS_VARIABLE: "1" if plan.is_quiet_wait else "",
     }
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    argv += [word for pair in options.items() for word in pair]
+    argv += [*emulation, *(word for pair in options.items() for word in pair)]
     return ProcessPlan(name, role, tuple(argv), env, LOOPBACK, port, side_address=f"{LOOPBACK}:{side_port}")
 
 

@@ -18,6 +18,7 @@ CONFIG_KEY = "kvshuttle_emulate"
 
 WRONG_KV = 0
 """Token that a request answers with, and nothing else, once its KV was found wrong."""
+WRONG_KV_TEXT = "<wrong-kv>"
 END = 1
 NUM_SPECIAL = 2
 NUM_BYTES = 256
@@ -67,7 +68,7 @@ def config(profile: Profile, *, max_model_len: int) -> dict[str, Any]:
 
 def tokenizer() -> dict[str, Any]:
     """Bytes and four-letter words: a text of our words and single spaces has one token for each, other text more."""
-    specials = ("<wrong-kv>", "<end>")
+    specials = (WRONG_KV_TEXT, "<end>")
     pieces = [*specials, *_byte_letters(), *(f"\u0120{word}" for word in words())]
     assert len(pieces) == VOCAB_SIZE
     return {
@@ -107,14 +108,17 @@ def tokenizer() -> dict[str, Any]:
 
 
 def tokenizer_config(max_model_len: int) -> dict[str, Any]:
-    """The tokenizer's class and a chat template that shows each message with its role."""
+    """The tokenizer's class and a chat template that shows each message with its role.
+
+    An answer begins with a space, and as history it has to come to the tokens that it was made of.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<end>",
         "model_max_length": max_model_len,
         "clean_up_tokenization_spaces": False,
         "chat_template": (
-            "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+            "{% for message in messages %}{{ message['role'] }}: {{ message['content'] | trim }}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant:{% endif %}"
         ),
     }

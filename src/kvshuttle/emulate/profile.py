@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,10 @@ class Profile:
             return decode_ms / 1000
         extra_ms = max(0.0, decode_ms - self.decode.step_ms(1, 0.0)) if num_seqs else 0.0
         return (self.prefill.step_ms(chunks) + extra_ms) / 1000
+
+    def scaled(self, *, time_scale: float, bytes_scale: float) -> Profile:
+        """The same, slowed and with about ``bytes_scale`` times the KV bytes."""
+        return replace(self.slowed(time_scale), geometry=self.geometry.scaled(bytes_scale))
 
     def slowed(self, time_scale: float) -> Profile:
         """The same accelerator with every duration multiplied by ``time_scale``."""

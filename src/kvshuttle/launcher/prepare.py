@@ -55,7 +55,7 @@ def prepare(config: LauncherConfig, around: Surroundings) -> FleetPlan:
     _check_address(config)
     _check_plan(config, machine, around)
     _check_files(around)
-    model = find_model(config.model, around)
+    model = find_model(config.model, around.cache_dir, env=around.env, report=around.report)
     plan = plan_fleet(config, model, machine, free_ports(random.Random()), sys.executable)  # noqa: S311 - ports, no secrets
     if around.log_dir.parent == _logs_in(around.cache_dir):
         delete_old_logs(around.log_dir.parent, time.time())
@@ -104,10 +104,10 @@ def _check_directory(option: str, directory: Path) -> None:
         raise ConfigError(f"{option}: cannot write to {directory}: {error.strerror}; choose another place") from error
 
 
-def find_model(model: str, around: Surroundings) -> Path | str:
+def find_model(model: str, cache_dir: Path, *, env: Mapping[str, str], report: Callable[[str], None]) -> Path | str:
     """A directory, or the name of a model that vLLM fetches itself. Raises ``ConfigError`` when it is neither."""
     if model in BUNDLED:
-        return ensure_model(BUNDLED[model], around.cache_dir, env=around.env, report=around.report)
+        return ensure_model(BUNDLED[model], cache_dir, env=env, report=report)
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

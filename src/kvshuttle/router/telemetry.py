@@ -128,7 +128,7 @@ class Receipt:
     """Whether it was decoded where its history is kept; empty when that is nowhere."""
     num_held_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of those held, what the prefill engine did not compute for this request."""
+    """Of the prompt, what the prefill engine did not compute for this request."""
     num_bytes: int = 0
     prefill_engine: str = ""
     decode_engine: str = ""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshuttle.bench.figures import handoff_records, intervals, percentile
+from kvshuttle.bench.handoff_report import Results, markdown, ratio
 from kvshuttle.bench.legs import Driven
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
-from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, append_records, read_records
-from kvshuttle.bench.report import Results, markdown, ratio
+from kvshuttle.bench.plan_file import mapping_of
+from kvshuttle.bench.record_file import append_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
 from kvshuttle.emulate.trace import Pass, PassedRequest
 from kvshuttle.errors import ConfigError
 
@@ -194,7 +196,7 @@ def test_a_bad_plan_is_told_the_option(knobs, told: str) -> None:
 
 def test_a_plan_survives_the_way_through_json() -> None:
     plan = HandoffPlan(systems=("shuttle-push",), repeats=3)
-    assert HandoffPlan.from_mapping(plan.to_mapping()) == plan
+    assert HandoffPlan.from_mapping(mapping_of(plan)) == plan
     with pytest.raises(ConfigError, match="speed: unknown key"):
         HandoffPlan.from_mapping({"speed": 1})
 

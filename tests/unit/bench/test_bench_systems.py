@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvshuttle.bench.handoff import claim
 from kvshuttle.bench.legs import Pair, _decode_params, _prefill_params
 from kvshuttle.bench.plan import HandoffPlan, SystemName
+from kvshuttle.bench.plan_file import claim, mapping_of, read_plan
 from kvshuttle.bench.systems import SYSTEMS, Places, plan_pair
 from kvshuttle.cli import main
 from kvshuttle.errors import ConfigError
@@ -88,7 +88,7 @@ def test_a_directory_goes_on_with_more_systems_but_not_with_other_options(tmp_pa
     given = {"systems": ["shuttle-push"], "background": ["0"], "repeats": 6}
     claim(HandoffPlan.from_mapping(given), tmp_path)
     claim(HandoffPlan.from_mapping(given | {"systems": ["upstream-pull"]}), tmp_path)
-    kept = HandoffPlan.from_mapping(json.loads((tmp_path / "plan.json").read_text()))
+    kept = read_plan(HandoffPlan, tmp_path)
     assert kept.systems == ("shuttle-push", "upstream-pull")
     with pytest.raises(ConfigError, match=f"--out: {tmp_path} holds a run with other options"):
         claim(HandoffPlan.from_mapping(given | {"repeats": 7}), tmp_path)
@@ -100,7 +100,7 @@ def test_options_of_the_command_line_make_the_same_plan_as_its_file(tmp_path: Pa
     options = ["--system", "shuttle-push", "--background", "0", "--prompt-tokens", "1024", "--no-quiet-wait"]
     main(["bench", "handoff", "--out", str(tmp_path), *options])
     (plan,) = claimed
-    assert plan == HandoffPlan.from_mapping(json.loads(json.dumps(plan.to_mapping())))
+    assert plan == HandoffPlan.from_mapping(json.loads(json.dumps(mapping_of(plan))))
     assert (plan.systems, plan.prompt_tokens, plan.is_quiet_wait) == (("shuttle-push",), ("1024",), False)
 
 

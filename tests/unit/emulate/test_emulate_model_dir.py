@@ -52,3 +52,19 @@ def test_wrong_kv_is_seen_in_the_text(model_dir: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     assert tokenizer.decode([0]) == "<wrong-kv>"
+
+
+def test_an_answer_as_history_comes_to_the_tokens_that_it_was_made_of(model_dir: Path) -> None:
+    tokenizers, jinja2 = pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    template = jinja2.Template(json.loads((model_dir / "tokenizer_config.json").read_text())["chat_template"])
+
+    def ids_of(*messages: tuple[str, str]) -> list[int]:
+        said = [{"role": role, "content": content} for role, content in messages]
+        return tokenizer.encode(template.render(messages=said, add_generation_prompt=True)).ids
+
+    asked = ("user", " ".join(words()[:3]))
+    made = [FIRST_WORD + 7, FIRST_WORD + 9]
+    answered = ("assistant", tokenizer.decode(made))
+    kept = [*ids_of(asked), *made]
+    assert ids_of(asked, answered, asked)[: len(kept)] == kept

@@ -1,0 +1,294 @@
+"""`kvshuttle bench turns`: conversations in closed loop through a router, with reuse of history and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvshuttle.bench.inspection import card_of, pool_of, save_metrics
+from kvshuttle.bench.machine_facts import machine_facts
+from kvshuttle.bench.memory_watch import MemoryWatch
+from kvshuttle.bench.plan_file import claim
+from kvshuttle.bench.record_file import append_records
+from kvshuttle.bench.router_calls import forget, wait_for_pair
+from kvshuttle.bench.router_log import wait_for_requests
+from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
+from kvshuttle.bench.talk import API_KEY, Client, Talk
+from kvshuttle.bench.turns_figures import kept_beside_cache
+from kvshuttle.bench.turns_fleet import (
+    Host,
+    Subject,
+    emulated_subject,
+    plan_pair_of_turns,
+    plan_router_of_turns,
+    real_subject,
+)
+from kvshuttle.bench.turns_plan import PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_records import Record, TurnRecord, TurnsCellDone, read_turn_records
+from kvshuttle.clock import now_s
+from kvshuttle.errors import TransportError
+from kvshuttle.launcher.chat import fetch_metrics, stream_chat
+from kvshuttle.launcher.fleet import Fleet
+from kvshuttle.launcher.machine import free_ports, this_machine
+from kvshuttle.launcher.metrics import total_of
+from kvshuttle.launcher.model import cache_dir_from
+from kvshuttle.launcher.prepare import find_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from kvshuttle.bench.router_log import RequestLine
+    from kvshuttle.launcher.plan import ProcessPlan
+
+_ROUTER_TIMEOUT_S = 60.0
+_SETTLE_TIMEOUT_S = 15.0
+_SETTLE_POLL_S = 0.2
+
+
+@dataclass(slots=True)
+class _Run:
+    """What all cells of one run share."""
+
+    plan: TurnsPlan
+    subject: Subject
+    host: Host
+    out_dir: Path
+    env: Mapping[str, str]
+    say: Callable[[str], None]
+    num_done: int = 0
+    num_cells: int = 0
+    started_at_s: float = field(default_factory=now_s)
+
+    @property
+    def records_path(self) -> Path:
+        return self.out_dir / RECORDS_FILE
+
+
+def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Measure what is not measured yet in ``out_dir``.
+
+    Raises ``ConfigError`` when the directory holds a run with other knobs, ``LaunchFailed`` when engines do not start,
+    ``TransportError`` when not even a short conversation works.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if plan.profile:
+        subject = emulated_subject(plan, out_dir / "model")
+    else:
+        model = find_model(plan.model, cache_dir_from(env), env=env, report=say)
+        subject = real_subject(plan, model)
+    claim(plan, out_dir)
+    (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(subject.profile), indent=1) + "\n")
+    host = Host(this_machine(), free_ports(random.Random()), sys.executable)
+    run = _Run(plan, subject, host, out_dir, env, say)
+    done = {record.cell for record in read_turn_records(run.records_path)}
+    waiting = [cell for cell in plan.cells if cell.name not in done]
+    run.num_cells = len(waiting)
+    say(f"{len(waiting)} of {len(plan.cells)} cells to measure, results in {out_dir}")
+    for prefill_cache, cells in groupby(waiting, key=lambda cell: cell.prefill_cache):
+        _measure_group(prefill_cache, list(cells), run)
+
+
+def _measure_group(prefill_cache: PrefillCache, cells: Sequence[TurnsCell], run: _Run) -> None:
+    """Cells that engines with the same arguments can serve, one after the other."""
+    plan = run.plan
+    prefill_blocks = plan.pool_blocks(plan.prefill_pool_tokens)
+    if prefill_cache is PrefillCache.LARGER:
+        prefill_blocks += kept_beside_cache(plan, read_turn_records(run.records_path))
+    run.say(f"P's cache {prefill_cache}: starting P with {prefill_blocks} blocks, and D")
+    pair = plan_pair_of_turns(run.subject, plan, prefill_cache, prefill_blocks, run.host)
+    log_dir = run.out_dir / "logs" / f"cache-{prefill_cache}"
+    with Fleet(pair, env=run.env, log_dir=log_dir, report=run.say) as fleet:
+        fleet.start(timeout_s=plan.startup_timeout_s)
+        for cell in cells:
+            _measure_cell(cell, pair.engines, run)
+
+
+def _measure_cell(cell: TurnsCell, engines: tuple[ProcessPlan, ...], run: _Run) -> None:
+    began_at_s = now_s()
+    run.say(f"[{run.num_done + 1}/{run.num_cells}] {cell.text}")
+    router = plan_router_of_turns(run.subject, run.plan, cell, engines, run.host)
+    log_dir = run.out_dir / "logs" / cell.name
+    with Fleet(router, env=run.env, log_dir=log_dir, report=lambda _: None) as fleet:
+        fleet.start(timeout_s=_ROUTER_TIMEOUT_S)
+        assert fleet.endpoint is not None
+        wait_for_pair(fleet.endpoint, timeout_s=_ROUTER_TIMEOUT_S)
+        bench = _Bench(run, cell, engines[0], engines[1], fleet.endpoint, fleet.log_path("router"))
+        bench.warm_up()
+        records = bench.measure()
+    save_metrics(run.out_dir, cell.name, engines)
+    append_records(run.records_path, records)
+    run.num_done += 1
+    left_s = (now_s() - run.started_at_s) / run.num_done * (run.num_cells - run.num_done)
+    run.say(f"  {_summary(records)}, {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """What engines have counted so far."""
+
+    local_hit_tokens: int
+    history_tokens: int
+    preemptions: int
+
+
+@dataclass(slots=True)
+class _Bench:
+    """One cell: engines and a router that run, and the conversations to hold there."""
+
+    run: _Run
+    cell: TurnsCell
+    prefill: ProcessPlan
+    decode: ProcessPlan
+    url: str
+    router_log: Path
+
+    def warm_up(self) -> None:
+        """A short conversation, forgotten when it is over. In two turns with more than a block each all connections are
+        made, which no user waits for twice."""
+        plan = replace(
+            self.run.plan, conversations=1, turns=2, first_tokens=300, turn_tokens=200, output_tokens=8, think_s=0.0
+        )
+        talk = self._talk(plan, 0, f"{self.cell.name} warm-up", now_s(), lambda: False)
+        records = talk.run(lambda _: None)
+        talk.client.close()
+        if records[-1].error:
+            raise TransportError(f"{self.cell.text}: a first short conversation failed: {records[-1].error}")
+        self._forget(talk.names)
+
+    def measure(self) -> list[Record]:
+        """All conversations at once, to their ends."""
+        plan, before = self.run.plan, self._counters()
+        began_at_s = now_s()
+        is_over = threading.Event()
+        talks = [
+            self._talk(plan, number, self.cell.name, began_at_s, is_over.is_set) for number in range(plan.conversations)
+        ]
+        with MemoryWatch(self.cell.name, self.prefill, self.decode, began_at_s) as watch:
+            turns = self._hold(talks, is_over)
+            duration_s, load_average = now_s() - began_at_s, os.getloadavg()[0]
+            # What the last answers leave shows after another step, which this brings.
+            after = self._counters()
+        joined = self._joined(turns)
+        for talk in talks:
+            talk.client.close()
+        self._forget({name for talk in talks for name in talk.names})
+        pools = [pool_of(card_of(engine.side_address)) for engine in (self.prefill, self.decode)]
+        done = TurnsCellDone(
+            self.cell.name,
+            duration_s=duration_s,
+            prefill_blocks=pools[0].num_blocks,
+            decode_blocks=pools[1].num_blocks,
+            block_size_tokens=pools[1].block_size_tokens,
+            block_len_bytes=pools[1].block_len_bytes,
+            local_hit_tokens=after.local_hit_tokens - before.local_hit_tokens,
+            history_tokens=after.history_tokens - before.history_tokens,
+            preemptions=after.preemptions - before.preemptions,
+            load_average=load_average,
+        )
+        return [*joined, *watch.records, done]
+
+    def _hold(self, talks: Sequence[Talk], is_over: threading.Event) -> list[TurnRecord]:
+        progress = _Progress(self.run.plan, self.run.say)
+        with ThreadPoolExecutor(len(talks)) as executor:
+            try:
+                waiting = [executor.submit(talk.run, progress.on_turn) for talk in talks]
+                return [record for future in waiting for record in future.result()]
+            finally:
+                is_over.set()
+
+    def _talk(
+        self, plan: TurnsPlan, number: int, salt: str, began_at_s: float, is_stopping: Callable[[], bool]
+    ) -> Talk:
+        client = Client(self.url, self.run.subject.name, salt=salt)
+        return Talk(plan, number, self.run.subject.write, client, self.cell.name, began_at_s, is_stopping)
+
+    def _joined(self, turns: Sequence[TurnRecord]) -> list[TurnRecord]:
+        """With what the router has logged of them."""
+        ids = {record.request_id for record in turns if record.request_id}
+        lines = wait_for_requests(self.router_log, ids, timeout_s=_SETTLE_TIMEOUT_S)
+        return [
+            record if (line := lines.get(record.request_id)) is None else _with_line(record, line) for record in turns
+        ]
+
+    def _counters(self) -> _Counters:
+        """As of now: engines publish after a step, so each takes one more."""
+        self._nudge(self.prefill)
+        self._nudge(self.decode)
+        prefill, decode = fetch_metrics(self.prefill.url), fetch_metrics(self.decode.url)
+        return _Counters(
+            local_hit_tokens=int(total_of(prefill, "kvshuttle:local_hit_tokens_total", leg="prefill")),
+            history_tokens=int(total_of(prefill, "kvshuttle:transfer_tokens_total", direction="history")),
+            preemptions=int(sum(total_of(text, "vllm:num_preemptions_total") for text in (prefill, decode))),
+        )
+
+    def _nudge(self, engine: ProcessPlan) -> None:
+        stream_chat(engine.url, self.run.subject.name, [{"role": "user", "content": "Hi"}], max_tokens=2)
+
+    def _forget(self, names: set[str]) -> None:
+        """Have D let go of conversations, so that the next cell begins with nothing kept. Raises ``TransportError``."""
+        forget(self.url, names - {""}, api_key=API_KEY)
+        deadline_at_s = now_s() + _SETTLE_TIMEOUT_S
+        while True:
+            self._nudge(self.decode)
+            left = total_of(fetch_metrics(self.decode.url), "kvshuttle:retained_blocks")
+            if not left:
+                return
+            if now_s() > deadline_at_s:
+                raise TransportError(f"{self.cell.text}: D still keeps {left:.0f} blocks that nobody wants")
+            time.sleep(_SETTLE_POLL_S)
+
+
+def _with_line(record: TurnRecord, line: RequestLine) -> TurnRecord:
+    return msgspec.structs.replace(
+        record,
+        prefill_s=line.stages_s.get("prefill", record.prefill_s),
+        stages_s=line.stages_s,
+        cached_tokens=line.num_cached_tokens,
+        mode=line.mode,
+        history=line.history,
+        failures=line.failures,
+    )
+
+
+class _Progress:
+    """Says of each turn when all conversations have had it. Called by the threads of all of them."""
+
+    def __init__(self, plan: TurnsPlan, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._say = say
+        self._lock = threading.Lock()
+        self._turns: defaultdict[int, list[TurnRecord]] = defaultdict(list)
+
+    def on_turn(self, record: TurnRecord) -> None:
+        """A turn is over."""
+        with self._lock:
+            if record.error:
+                self._say(f"  conversation {record.conversation} failed in turn {record.turn}: {record.error}")
+                return
+            turns = self._turns[record.turn]
+            turns.append(record)
+            if len(turns) == self._plan.conversations:
+                ttft_ms = median(each.ttft_s for each in turns) * 1000
+                tokens = median(each.prompt_tokens for each in turns)
+                self._say(f"  turn {record.turn} of {self._plan.turns}: {tokens:,.0f} tokens, TTFT {ttft_ms:,.0f} ms")
+
+
+def _summary(records: Sequence[Record]) -> str:
+    turns = [record for record in records if isinstance(record, TurnRecord)]
+    ttfts_s = [record.ttft_s for record in turns if not record.error]
+    text = f"TTFT p50 {median(ttfts_s) * 1000:,.0f} ms" if ttfts_s else "no turn worked"
+    num_failed = sum(bool(record.error) for record in turns)
+    return text + (f", {num_failed} conversations failed" if num_failed else "")

@@ -1,0 +1,114 @@
+"""What conversations are held with: a real or an emulated model, a pair of engines, and a router for each cell."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, emulation_args
+from kvshuttle.bench.texts import emulated_words, prose
+from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache
+from kvshuttle.config import LauncherConfig, ModeChoice
+from kvshuttle.emulate.model_dir import write_model_dir
+from kvshuttle.emulate.profile import Profile, load_profile
+from kvshuttle.errors import ConfigError
+from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Machine, Role, plan_engines, plan_router, served_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvshuttle.bench.texts import Writer
+    from kvshuttle.bench.turns_plan import TurnsCell, TurnsPlan
+    from kvshuttle.launcher.plan import ProcessPlan
+
+_MODEL_LEN_KEY = "max_position_embeddings"
+_MAX_NUM_SEQS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model. ``args`` and ``env``: what its engines are started with besides; ``write``: what it is told."""
+
+    name: str
+    model: Path | str
+    dtype: str
+    write: Writer
+    profile: Profile | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def real_subject(plan: TurnsPlan, model: Path | str) -> Subject:
+    """A model found at ``model``. Raises ``ConfigError`` when its context is too short for the plan."""
+    if isinstance(model, Path):
+        longest = json.loads((model / "config.json").read_text()).get(_MODEL_LEN_KEY, 0)
+        if 0 < longest < plan.max_model_len:
+            raise ConfigError(
+                f"--turns: conversations may come to {plan.max_model_len} tokens, and {plan.model} takes {longest};"
+                " fewer turns, or a smaller --first-tokens or --turn-tokens"
+            )
+    return Subject(served_name(LauncherConfig(model=plan.model)), model, plan.dtype, prose)
+
+
+def emulated_subject(plan: TurnsPlan, model_dir: Path) -> Subject:
+    """An emulated model, written to ``model_dir``. Raises ``ConfigError`` when there is no such profile."""
+    profile = load_profile(plan.profile).scaled(time_scale=plan.time_scale, bytes_scale=plan.bytes_scale)
+    write_model_dir(model_dir, profile, max_model_len=plan.max_model_len)
+    return Subject(
+        MODEL_NAME, model_dir, profile.geometry.dtype, emulated_words, profile, emulation_args(), EMULATION_ENV
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where processes are to run. ``ports``: free ones, each given once. ``python``: interpreter to start them with."""
+
+    machine: Machine
+    ports: Iterator[int]
+    python: str
+
+
+def plan_pair_of_turns(
+    subject: Subject, plan: TurnsPlan, prefill_cache: PrefillCache, prefill_blocks: int, host: Host
+) -> FleetPlan:
+    """P and D without a router. ``prefill_blocks``: P's pool."""
+    shared = (
+        "--block-size", str(BLOCK_SIZE_TOKENS),
+        "--max-num-batched-tokens", str(plan.chunk_tokens),
+        "--max-num-seqs", str(_MAX_NUM_SEQS),
+        *subject.args,
+    )  # fmt: skip
+    caching = () if prefill_cache is not PrefillCache.OFF else ("--no-enable-prefix-caching",)
+    decode_blocks = plan.pool_blocks(plan.decode_pool_tokens)
+    settings = [
+        EngineSettings("prefill-0", Role.PREFILL, (*shared, *_pool_args(prefill_blocks), *caching)),
+        EngineSettings("decode-0", Role.DECODE, (*shared, *_pool_args(decode_blocks))),
+    ]
+    engines = plan_engines(settings, _launcher(subject, plan), subject.model, host.machine, host.ports, host.python)
+    engines = tuple(replace(engine, env={**engine.env, **subject.env}) for engine in engines)
+    return FleetPlan(subject.name, engines)
+
+
+def plan_router_of_turns(
+    subject: Subject, plan: TurnsPlan, cell: TurnsCell, engines: tuple[ProcessPlan, ...], host: Host
+) -> FleetPlan:
+    """A router for ``cell``, alone."""
+    args = () if cell.is_reusing else ("--no-reuse-history",)
+    config = replace(_launcher(subject, plan), mode=ModeChoice(cell.mode), router_args=args)
+    return FleetPlan(subject.name, (), plan_router(engines, config, next(host.ports), host.python))
+
+
+def _launcher(subject: Subject, plan: TurnsPlan) -> LauncherConfig:
+    return LauncherConfig(
+        model=plan.model,
+        served_model_name=subject.name,
+        dtype=subject.dtype,
+        kv_cache_gib=1,  # how much there is, is said in blocks
+        max_model_len=plan.max_model_len,
+    )
+
+
+def _pool_args(num_blocks: int) -> tuple[str, ...]:
+    return ("--num-gpu-blocks-override", str(num_blocks))
