@@ -109,7 +109,8 @@ full blocks of prompt and answer under it, with their token chain. The next turn
 does not drop anything, so a handle can be read again, and by several readers at once.
 
 The keeping has a time of its own. A reader that comes at its end and dies pins the blocks for little longer; one that
-lives renews its lease while it waits to be admitted (`total_wait_s` at most) and while it reads (`read_timeout_s` at most).
+lives renews its lease while it waits to be admitted (`total_wait_s` at most) and while it reads (`read_timeout_s` at
+most).
 """
 
 CLOCKS = """\
