@@ -50,7 +50,7 @@ class Pair:
 PAIRS = {
     "cold": Pair("prefill-0", ("decode-0",)),
     "warm": Pair("prefill-1", ("decode-0",)),
-    "brief": Pair("prefill-0", ("prefill-1",), ("--history-ttl-s", str(TTL_S))),
+    "brief": Pair("prefill-0", ("prefill-1",), ("--history-ttl-s", str(TTL_S), "--history-margin-s", "0.1")),
     "small": Pair("prefill-0", ("decode-1",)),
     "either": Pair("prefill-0", ("decode-0", "decode-1")),
 }

@@ -9,12 +9,13 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvshuttle.bench.countdown import Countdown
 from kvshuttle.bench.figures import handoff_records, intervals
 from kvshuttle.bench.inspection import card_of, save_metrics
 from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
@@ -56,9 +57,7 @@ class _Run:
     places: Places
     env: Mapping[str, str]
     say: Callable[[str], None]
-    num_done: int = 0
-    num_cells: int = 0
-    started_at_s: float = field(default_factory=now_s)
+    countdown: Countdown
 
     @property
     def records_path(self) -> Path:
@@ -76,14 +75,14 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
     places = Places(out_dir / "model", out_dir / "traces")
     write_model_dir(places.model_dir, profile, max_model_len=plan.max_model_len)
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
-    run = _Run(plan, out_dir, places, env, say)
-    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in read_records(run.records_path)}
+    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in read_records(out_dir / RECORDS_FILE)}
     waiting = {
         name: [c for c in plan.cells if (name, c.prompt_tokens, c.concurrency, c.background) not in done]
         for name in plan.systems
     }
-    run.num_cells = sum(map(len, waiting.values()))
-    say(f"{run.num_cells} of {len(plan.systems) * len(plan.cells)} cells to measure, results in {out_dir}")
+    countdown = Countdown(sum(map(len, waiting.values())))
+    run = _Run(plan, out_dir, places, env, say, countdown)
+    say(f"{countdown.num_cells} of {len(plan.systems) * len(plan.cells)} cells to measure, results in {out_dir}")
     for name, cells in waiting.items():
         if cells:
             _measure_system(SYSTEMS[SystemName(name)], cells, run)
@@ -112,11 +111,10 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
             began_at_s = now_s()
             records = bench.measure(cell)
             append_records(run.records_path, [*records, CellDone(system.name, *_place(cell), os.getloadavg()[0])])
-            run.num_done += 1
-            left_s = (now_s() - run.started_at_s) / run.num_done * (run.num_cells - run.num_done)
+            left = run.countdown.cell_done()
             run.say(
-                f"[{run.num_done}/{run.num_cells}] {system.name}: {cell.text}: {_summary(records)},"
-                f" {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left"
+                f"[{run.countdown.num_done}/{run.countdown.num_cells}] {system.name}: {cell.text}: {_summary(records)},"
+                f" {now_s() - began_at_s:.0f} s; {left}"
             )
         save_metrics(run.out_dir, system.name, pair_plan.engines)
 

@@ -10,13 +10,14 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvshuttle.bench.countdown import Countdown
 from kvshuttle.bench.inspection import card_of, pool_of, save_metrics
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.memory_watch import MemoryWatch
@@ -68,9 +69,7 @@ class _Run:
     out_dir: Path
     env: Mapping[str, str]
     say: Callable[[str], None]
-    num_done: int = 0
-    num_cells: int = 0
-    started_at_s: float = field(default_factory=now_s)
+    countdown: Countdown
 
     @property
     def records_path(self) -> Path:
@@ -92,10 +91,9 @@ def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     claim(plan, out_dir)
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(subject.profile), indent=1) + "\n")
     host = Host(this_machine(), free_ports(random.Random()), sys.executable)
-    run = _Run(plan, subject, host, out_dir, env, say)
-    done = {record.cell for record in read_turn_records(run.records_path)}
+    done = {record.cell for record in read_turn_records(out_dir / RECORDS_FILE)}
     waiting = [cell for cell in plan.cells if cell.name not in done]
-    run.num_cells = len(waiting)
+    run = _Run(plan, subject, host, out_dir, env, say, Countdown(len(waiting)))
     say(f"{len(waiting)} of {len(plan.cells)} cells to measure, results in {out_dir}")
     for prefill_cache, cells in groupby(waiting, key=lambda cell: cell.prefill_cache):
         _measure_group(prefill_cache, list(cells), run)
@@ -118,7 +116,7 @@ def _measure_group(prefill_cache: PrefillCache, cells: Sequence[TurnsCell], run:
 
 def _measure_cell(cell: TurnsCell, engines: tuple[ProcessPlan, ...], run: _Run) -> None:
     began_at_s = now_s()
-    run.say(f"[{run.num_done + 1}/{run.num_cells}] {cell.text}")
+    run.say(f"[{run.countdown.num_done + 1}/{run.countdown.num_cells}] {cell.text}")
     router = plan_router_of_turns(run.subject, run.plan, cell, engines, run.host)
     log_dir = run.out_dir / "logs" / cell.name
     with Fleet(router, env=run.env, log_dir=log_dir, report=lambda _: None) as fleet:
@@ -130,9 +128,8 @@ def _measure_cell(cell: TurnsCell, engines: tuple[ProcessPlan, ...], run: _Run) 
         records = bench.measure()
     save_metrics(run.out_dir, cell.name, engines)
     append_records(run.records_path, records)
-    run.num_done += 1
-    left_s = (now_s() - run.started_at_s) / run.num_done * (run.num_cells - run.num_done)
-    run.say(f"  {_summary(records)}, {now_s() - began_at_s:.0f} s; about {left_s / 60:.0f} min left")
+    left = run.countdown.cell_done()
+    run.say(f"  {_summary(records)}, {now_s() - began_at_s:.0f} s; {left}")
 
 
 @dataclass(frozen=True, slots=True)
