@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.bench.churn_plan import ChurnPlan
 from kvshuttle.bench.grid_plan import GridPlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.turns_plan import TurnsPlan
@@ -73,6 +74,10 @@ def bench_handoff_knobs() -> str:
 
 def bench_turns_knobs() -> str:
     return knobs_with_options(TurnsPlan, "bench turns")
+
+
+def bench_churn_knobs() -> str:
+    return knobs_with_options(ChurnPlan, "bench churn")
 
 
 def bench_run_keys() -> str:
@@ -265,6 +270,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "launcher-knobs": launcher_knobs,
     "bench-handoff-knobs": bench_handoff_knobs,
     "bench-turns-knobs": bench_turns_knobs,
+    "bench-churn-knobs": bench_churn_knobs,
     "bench-run-keys": bench_run_keys,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,

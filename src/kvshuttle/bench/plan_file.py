@@ -23,6 +23,7 @@ class Benchmark(StrEnum):
     HANDOFF = "handoff"
     RUN = "run"
     TURNS = "turns"
+    CHURN = "churn"
 
 
 class Plan(Protocol):

@@ -40,6 +40,13 @@ def read_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
 
     Published runs keep their records compressed: where ``path`` is not there, ``path.gz`` is read.
     """
+    records = [decoder.decode(line) for line in read_whole_lines(path)]
+    done = {record.cell_key for record in records if record.ends_cell}
+    return [record for record in records if record.cell_key in done]
+
+
+def read_whole_lines(path: Path) -> list[bytes]:
+    """The lines of ``path``, or of ``path.gz`` where that is not there; a line that was cut off is left out."""
     packed = path.with_name(f"{path.name}.gz")
     if path.exists():
         data = path.read_bytes()
@@ -47,6 +54,4 @@ def read_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
         data = gzip.decompress(packed.read_bytes())
     else:
         return []
-    records = [decoder.decode(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
-    done = {record.cell_key for record in records if record.ends_cell}
-    return [record for record in records if record.cell_key in done]
+    return data[: data.rfind(b"\n") + 1].splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvshuttle.bench.churn_report import write_churn_report
 from kvshuttle.bench.grid_report import write_grid_report
 from kvshuttle.bench.handoff_report import handoff_markdown
 from kvshuttle.bench.plan_file import Benchmark, benchmark_in
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
 
 
 def write_report(directory: Path) -> Path:
-    """Write the report beside the records and return its path: of loads, that of the page, which Markdown lies beside.
+    """Write the report beside the records and return its path; of loads and churn, the page's.
 
     Raises ``OSError`` when there are none, ``ConfigError`` when the run's plan cannot be read.
     """
     benchmark = benchmark_in(directory)
     if benchmark is Benchmark.RUN:
         return write_grid_report(directory)
+    if benchmark is Benchmark.CHURN:
+        return write_churn_report(directory)
     path = directory / REPORT_FILE
     path.write_text(handoff_markdown(directory) if benchmark is Benchmark.HANDOFF else turns_markdown(directory))
     return path

@@ -26,6 +26,8 @@ class RequestLine(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     failures: list[str] = []
     stages_s: dict[str, float] = {}
+    outcome: str = ""
+    status: int = 0
 
 
 _DECODER = msgspec.json.Decoder(RequestLine)

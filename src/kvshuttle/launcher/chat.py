@@ -65,9 +65,9 @@ def stream_chat(url: str, model: str, messages: Sequence[dict[str, str]], *, max
     )
 
 
-def fetch_metrics(url: str) -> str:
+def fetch_metrics(url: str, *, timeout_s: float = _TIMEOUT_S) -> str:
     """The text at an engine's ``/metrics``. Raises ``PeerUnreachable``."""
-    connection = _connect(url)
+    connection = _connect(url, timeout_s=timeout_s)
     try:
         connection.request("GET", "/metrics")
         response = connection.getresponse()
@@ -103,7 +103,7 @@ def _events_of(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         connection.close()
 
 
-def _connect(url: str) -> http.client.HTTPConnection:
+def _connect(url: str, *, timeout_s: float = _TIMEOUT_S) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     assert parts.hostname is not None
-    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
