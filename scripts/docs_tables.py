@@ -20,8 +20,9 @@ from kvshuttle.bench.churn_plan import ChurnPlan
 from kvshuttle.bench.grid_plan import GridPlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.turns_plan import TurnsPlan
-from kvshuttle.cli import _build_parser, attribute_docs
+from kvshuttle.cli import _build_parser
 from kvshuttle.config import ConnectorConfig, LauncherConfig, RouterConfig
+from kvshuttle.config.knob_docs import attribute_docs
 from kvshuttle.policy import ConversationTable
 from kvshuttle.router.telemetry import Telemetry
 

@@ -6,17 +6,13 @@ Commands import what they need when they run: ``kvshuttle doctor`` works where t
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import json
 import logging
 import os
 import shlex
 import sys
-import textwrap
 import tomllib
-from dataclasses import MISSING, fields
-from enum import StrEnum
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,10 +22,11 @@ from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.plan_file import OPTION_NAMES as BENCH_OPTION_NAMES
 from kvshuttle.bench.turns_plan import TurnsPlan
 from kvshuttle.config import Device, LauncherConfig, ModeChoice, RouterConfig, secret_from
+from kvshuttle.config.knob_options import add_knobs
 from kvshuttle.errors import ConfigError, KvshuttleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvshuttle.launcher.prepare import Surroundings
 
@@ -115,7 +112,7 @@ def _build_parser(parser_class: type[argparse.ArgumentParser] = argparse.Argumen
             metavar="URL,SIDE",
             help=f"a {role} engine, e.g. {example}; may be repeated",
         )
-    _add_knobs(router, RouterConfig, _ROUTER_OPTION_NAMES, skip=("engines",))
+    add_knobs(router, RouterConfig, _ROUTER_OPTION_NAMES, skip=("engines",))
 
     doctor = _add_command(
         commands, "doctor", _doctor, "check what this machine can do, and what KV transfers would really run on"
@@ -162,73 +159,22 @@ def _add_benchmarks(commands: Any) -> None:
     )
     run.add_argument("plan", metavar="PLAN", help="a plan of ours by name, or a TOML file")
     churn = _add_command(
-        commands,
-        "churn",
-        _bench_churn,
-        "more load than emulated engines can carry, while they are killed and stopped at random",
+        commands, "churn", _bench_churn, "more load than emulated engines can carry, while they are killed at random"
     )
     report = _add_command(commands, "report", _bench_report, "write the report of a run again")
     plans = ((handoff, HandoffPlan), (turns, TurnsPlan), (run, None), (churn, ChurnPlan), (report, None))
     for parser, plan in plans:
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
         if plan is not None:
-            _add_knobs(parser, plan, BENCH_OPTION_NAMES)
+            add_knobs(parser, plan, BENCH_OPTION_NAMES)
 
 
 def _add_launcher_options(parser: argparse.ArgumentParser) -> None:
-    _add_knobs(parser, LauncherConfig, _UP_OPTION_NAMES)
+    add_knobs(parser, LauncherConfig, _UP_OPTION_NAMES)
     parser.add_argument("--state", type=Path, metavar="FILE", help="write what runs where to this file, as JSON")
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="directory of the processes' logs; default: one in the cache"
     )
-
-
-def _add_knobs(
-    parser: argparse.ArgumentParser, config: type, names: Mapping[str, str], skip: tuple[str, ...] = ()
-) -> None:
-    """One option for each field of a configuration class: its default, its docstring as help.
-
-    Options that are not given are left out of the namespace, so that configuration files can speak.
-    """
-    meanings = attribute_docs(config)
-    for knob in fields(config):
-        if knob.name in skip:
-            continue
-        default = knob.default if knob.default is not MISSING else ""
-        option = f"--{names.get(knob.name, knob.name.replace('_', '-'))}"
-        text = meanings.get(knob.name, "").replace("``", "").replace("%", "%%")
-        told = ", ".join(default) if isinstance(default, tuple) else default
-        shown = "" if isinstance(default, bool) or told == "" else f" [{told}]"
-        common: dict[str, Any] = {
-            "dest": knob.name,
-            "default": argparse.SUPPRESS,
-            "help": (text + shown).strip() or None,
-        }
-        if isinstance(default, bool):
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
-        elif isinstance(default, tuple):
-            parser.add_argument(option, action="append", metavar="TEXT", **common)
-        elif isinstance(default, StrEnum):
-            parser.add_argument(option, choices=[str(value) for value in type(default)], **common)
-        elif default == "" and knob.default is MISSING:
-            parser.add_argument(option, action="append", metavar="KEY=VALUE", **common)
-        else:
-            kind = type(default)
-            metavar = {int: "N", float: "X"}.get(kind, "TEXT")
-            parser.add_argument(option, type=kind, metavar=metavar, **common)
-
-
-def attribute_docs(config: type) -> dict[str, str]:
-    """The docstring after each attribute of a class, on one line: the one place where a knob is explained."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
-    assert isinstance(definition, ast.ClassDef)
-    docs = {}
-    for statement, after in zip(definition.body, definition.body[1:], strict=False):
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            docs[statement.target.id] = " ".join(after.value.value.split())
-    return docs
 
 
 def launcher_config_from(args: argparse.Namespace) -> LauncherConfig:
@@ -373,13 +319,10 @@ def _bench_run(args: argparse.Namespace) -> int:
 
 def _bench_churn(args: argparse.Namespace) -> int:
     from kvshuttle.bench.churn import run_churn
-    from kvshuttle.bench.churn_report import read_verdict
 
-    run_churn(ChurnPlan.from_mapping(_given(args, ChurnPlan)), args.out, env=os.environ, say=_say)
+    is_pass = run_churn(ChurnPlan.from_mapping(_given(args, ChurnPlan)), args.out, env=os.environ, say=_say)
     _bench_report(args)
-    verdict = read_verdict(args.out)
-    _say(verdict.text)
-    return 0 if verdict.is_pass else 1
+    return 0 if is_pass else 1
 
 
 def _bench_proxy(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from kvshuttle.bench.churn_fleet import plan_churn_fleet, write_model
 from kvshuttle.bench.churn_load import Windows
 from kvshuttle.bench.churn_outages import Outages
 from kvshuttle.bench.churn_records import BUG_COUNTERS, AskRecord, How, Journal, RoutedRecord, read_churn_records
+from kvshuttle.bench.churn_report import read_verdict
 from kvshuttle.bench.churn_rest import Rest, end_record
 from kvshuttle.bench.churn_talk import Asker, Talker
 from kvshuttle.bench.churn_watch import Watch
@@ -62,8 +63,8 @@ class _Run:
         return endpoint
 
 
-def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """One run, whole; what is found is written down, and the report judges it.
+def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> bool:
+    """One run, whole. What is found is written down and judged; returns whether it passes.
 
     Raises ``ConfigError`` when the directory holds a run already, ``LaunchFailed`` when engines do not start, or do
     not even answer before the first fault.
@@ -86,6 +87,9 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
         wait_for_pair(run.url, timeout_s=_PAIRS_TIMEOUT_S)
         load.start()
         _carry_out(run)
+    verdict = read_verdict(out_dir)
+    say(verdict.text)
+    return verdict.is_pass
 
 
 def _carry_out(run: _Run) -> None:

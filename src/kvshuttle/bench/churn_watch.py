@@ -60,15 +60,15 @@ def gauges_of(text: str) -> dict[str, float]:
 
 def group_of(leader: int) -> list[int]:
     """All processes of a group."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        # A process may end between listing and reading.
-        with contextlib.suppress(OSError, IndexError):
-            if entry.name.isdigit():
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(stat[_GROUP_COLUMN]) == leader:
-                    pids.append(int(entry.name))
-    return pids
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _group(pid) == leader]
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_GROUP_COLUMN])
+    except OSError:
+        return None  # it ended between listing and reading
 
 
 def usage_of(pids: Sequence[int]) -> tuple[float, int, int]:
