@@ -17,7 +17,7 @@ from kvshuttle.bench.churn_report import read_verdict
 from kvshuttle.bench.churn_rest import Rest, end_record
 from kvshuttle.bench.churn_talk import Asker, Talker
 from kvshuttle.bench.churn_watch import Watch
-from kvshuttle.bench.load import LoadGenerator, write_prompt_tokenizer
+from kvshuttle.bench.load import BENCH_SERVE_OWN_PROMPTS, LoadGenerator, write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.router_calls import wait_for_pair
@@ -79,7 +79,7 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     fleet_plan = plan_churn_fleet(plan, out_dir / "model", profile.geometry.dtype)
     with (
         Fleet(fleet_plan, env=env, log_dir=out_dir / "logs", report=say) as fleet,
-        LoadGenerator(env=env, log_path=out_dir / "logs" / "load.log") as load,
+        LoadGenerator(env=env, log_path=out_dir / "logs" / "load.log", program=BENCH_SERVE_OWN_PROMPTS) as load,
     ):
         run = _Run(plan, out_dir, say, fleet_plan, fleet, load, Journal(out_dir / RECORDS_FILE))
         say(f"starting {len(fleet_plan.engines)} engines and the router, results in {out_dir}")

@@ -96,7 +96,7 @@ class Asker:
         options: dict[str, Any] = {"stream_options": {"include_usage": True}} if manner.is_streamed else {}
         return self._client.chat.completions.create(
             model=MODEL_NAME,
-            messages=messages,  # type: ignore[arg-type] - plain dicts, as its documentation has them
+            messages=messages,
             max_tokens=num_tokens,
             temperature=0,
             stream=manner.is_streamed,
