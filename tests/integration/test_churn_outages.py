@@ -56,7 +56,9 @@ def state_of(pid: int) -> str:
 
 def test_what_is_killed_comes_back_under_another_number(fleet: Fleet, tmp_path: Path) -> None:
     before = {name: fleet.pid(name) for name in NAMES}
-    (outage,) = carry_out(outages_of(fleet, tmp_path, Fault(0.0, FaultKind.KILL, ("decode-0", "prefill-0"), 1, 0.1)))
+    outages = outages_of(fleet, tmp_path, Fault(0.0, FaultKind.KILL, ("decode-0", "prefill-0"), 1, 0.1))
+    (outage,) = carry_out(outages)
+    assert {each.name: (each.pid, each.life) for each in outages.running}["decode-0"] == (fleet.pid("decode-0"), 2)
     assert (outage.name, outage.kind) == ("decode-0", "kill")
     assert outage.ended_s > outage.began_s
     assert fleet.pid("decode-0") != before["decode-0"]
@@ -113,7 +115,8 @@ def test_what_dies_by_itself_is_told_of_and_started_again(fleet: Fleet, tmp_path
 
 def test_a_watch_writes_down_each_process_with_its_files_and_threads(fleet: Fleet, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "looks.jsonl")
-    watch = Watch(fleet.plan.processes, fleet.state, lambda: ["prefill-0"], journal, now_s())
+    running = outages_of(fleet, tmp_path).running
+    watch = Watch(fleet.plan.processes, lambda: running, lambda: ["prefill-0"], journal, now_s())
     looks = {look.name: look for look in watch.look()}
     assert looks.keys() == {*NAMES, ROUTER}
     assert [record for record in read_churn_records(journal.path) if isinstance(record, LookRecord)]

@@ -83,9 +83,9 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     ):
         run = _Run(plan, out_dir, say, fleet_plan, fleet, load, Journal(out_dir / RECORDS_FILE))
         say(f"starting {len(fleet_plan.engines)} engines and the router, results in {out_dir}")
+        load.start()
         fleet.start(timeout_s=plan.startup_timeout_s)
         wait_for_pair(run.url, timeout_s=_PAIRS_TIMEOUT_S)
-        load.start()
         _carry_out(run)
     verdict = read_verdict(out_dir)
     say(verdict.text)
@@ -103,7 +103,9 @@ def _carry_out(run: _Run) -> None:
     run.began_at_s = windows.began_at_s = now_s()
     run.say(f"they answer {capacity:.2f} requests/s; {plan.minutes:g} minutes of load and faults begin")
     outages = Outages(run.fleet, plan_faults(plan), run.journal, run.say, run.began_at_s, plan.startup_timeout_s)
-    watch = Watch(run.fleet_plan.processes, run.fleet.state, lambda: outages.healthy, run.journal, run.began_at_s)
+    watch = Watch(
+        run.fleet_plan.processes, lambda: outages.running, lambda: outages.healthy, run.journal, run.began_at_s
+    )
     watch.look()
     with watch:
         asker = Asker(run.url, run.began_at_s)

@@ -63,13 +63,13 @@ class Windows:
 
     def measure_capacity(self) -> float:
         """Requests per second that the engines answer when there are always some waiting. Raises ``LaunchFailed``."""
-        record = self.run(Window("burst", MODES[0], math.inf, _BURST_PROMPTS))
+        record, asks = self._run(Window("burst", MODES[0], math.inf, _BURST_PROMPTS))
         if record.error or record.num_right < record.num_requests:
             raise LaunchFailed(
                 f"before any fault {record.num_right} of {record.num_requests} requests were answered well."
                 f" {record.error or f'See {self.journal.path}'}"
             )
-        return record.num_requests / (record.ended_s - record.began_s)
+        return len(asks) / (max(ask.ended_s for ask in asks) - min(ask.sent_s for ask in asks))
 
     def run_until(self, end_s: float, capacity: float, is_stopping: Callable[[], bool]) -> None:
         """Windows with more than ``capacity`` and with less, in turns, until the last has sent all it has to send."""
@@ -79,7 +79,7 @@ class Windows:
             rate = capacity * part
             num_requests = max(1, round(rate * min(self.plan.window_s, left_s)))
             window = Window(f"w{number}", MODES[number % len(MODES)], rate, num_requests)
-            record = self.run(window)
+            record, _ = self._run(window)
             took_s = record.ended_s - record.began_s
             self.say(
                 f"  {record.ended_s:.0f} s: {window.name}, {window.mode}, {part:g} x capacity: {record.num_right} of"
@@ -87,7 +87,7 @@ class Windows:
             )
             number += 1
 
-    def run(self, window: Window) -> WindowRecord:
+    def _run(self, window: Window) -> tuple[WindowRecord, list[AskRecord]]:
         """One window, written down with all its requests."""
         began_s = self._since()
         prompts = window_prompts(self.plan, window)
@@ -107,7 +107,7 @@ class Windows:
             error=error,
         )
         self.journal.write(*asks, record)
-        return record
+        return record, asks
 
     def _serve(self, window: Window, prompts: Sequence[Sequence[int]]) -> LoadResult:
         directory = self.out_dir / "raw"

@@ -24,6 +24,15 @@ _PAUSE_AFTER_DEATH_S = 2.0
 _ROUTER_TIMEOUT_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process. ``life``: how often it was started."""
+
+    name: str
+    pid: int
+    life: int = 1
+
+
 @dataclass(slots=True)
 class _Stopped:
     """A process group under SIGSTOP."""
@@ -43,12 +52,17 @@ class Outages:
     say: Callable[[str], None]
     began_at_s: float
     startup_timeout_s: float
+    running: list[Running] = field(default_factory=list)
+    """All processes that were started, as they are now; another list after each change."""
     _num_outages: int = 0
     _down: dict[str, tuple[float, OutageRecord]] = field(default_factory=dict)
     """By name: when to start it."""
     _starting: dict[str, tuple[float, OutageRecord]] = field(default_factory=dict)
     """By name: since when."""
     _stopped: dict[str, _Stopped] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.running = [Running(each.name, self.fleet.pid(each.name)) for each in self.fleet.plan.processes]
 
     @property
     def is_over(self) -> bool:
@@ -74,6 +88,7 @@ class Outages:
             if self._since() >= at_s:
                 del self._down[name]
                 self.fleet.spawn(name)
+                self._on_start(name)
                 self._starting[name] = self._since(), outage
         for name, (since_s, outage) in list(self._starting.items()):
             if name not in self._stopped and self.fleet.check(name):
@@ -112,12 +127,17 @@ class Outages:
     def _restart_router(self) -> None:
         outage = self._begin(ROUTER, FaultKind.RESTART, "")
         self.fleet.restart(ROUTER, timeout_s=_ROUTER_TIMEOUT_S)
+        self._on_start(ROUTER)
         self._end(outage)
 
     def _on_death(self, name: str) -> None:
         outage = self._begin(name, DIED, self.fleet.death_notice(name)[-600:])
         self._forget(name)
         self._down[name] = self._since() + _PAUSE_AFTER_DEATH_S, outage
+
+    def _on_start(self, name: str) -> None:
+        pid = self.fleet.pid(name)
+        self.running = [Running(name, pid, each.life + 1) if each.name == name else each for each in self.running]
 
     def _forget(self, name: str) -> None:
         """It is dead: what was under way with it is over."""

@@ -19,9 +19,9 @@ from kvshuttle.launcher.metrics import samples_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvshuttle.bench.churn_outages import Running
     from kvshuttle.bench.churn_records import Journal
     from kvshuttle.launcher.plan import ProcessPlan
-    from kvshuttle.launcher.state import FleetState
 
 EVERY_S = 5.0
 _METRICS_TIMEOUT_S = 3.0
@@ -87,7 +87,7 @@ class Watch:
     """Looks every few seconds in a thread of its own. ``healthy``: names of those that are worth asking."""
 
     processes: Sequence[ProcessPlan]
-    state: Callable[[], FleetState]
+    running: Callable[[], Sequence[Running]]
     healthy: Callable[[], list[str]]
     journal: Journal
     began_at_s: float
@@ -107,25 +107,24 @@ class Watch:
     def look(self) -> list[LookRecord]:
         """One look at everything, which is written down too."""
         healthy = set(self.healthy())
-        started = {each.name: each for each in self.state().processes}
         urls = {process.name: process.url for process in self.processes}
         with ThreadPoolExecutor(len(urls)) as executor:
             texts = dict(
                 zip(urls, executor.map(lambda name: self._metrics(name, urls[name], healthy), urls), strict=True)
             )
         records = []
-        for name, process in started.items():
+        for process in self.running():
             rss_mib, num_fds, num_threads = usage_of(group_of(process.pid))
             records.append(
                 LookRecord(
-                    name=name,
-                    life=process.num_starts,
+                    name=process.name,
+                    life=process.life,
                     at_s=now_s() - self.began_at_s,
-                    is_healthy=name in healthy,
+                    is_healthy=process.name in healthy,
                     rss_mib=round(rss_mib, 1),
                     num_fds=num_fds,
                     num_threads=num_threads,
-                    gauges=gauges_of(texts[name]),
+                    gauges=gauges_of(texts[process.name]),
                 )
             )
         self.journal.write(*records)
