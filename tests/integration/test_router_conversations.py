@@ -594,6 +594,15 @@ def test_a_turn_is_not_offered_after_its_time():
         assert one.metric("histories_total", result="expired") == 1
 
 
+def test_an_idle_router_lets_go_of_turns_whose_time_is_over():
+    with cluster(is_reusing_history=True, history_ttl_s=0.5, history_margin_s=0.1) as one:
+        Talk(one, "over").say("a")
+        assert one.metric("turns") == 1
+        time.sleep(0.5)
+        assert one.metric("turns") == 0
+        assert one.metric("turns_dropped_total", reason="expired") == 1
+
+
 def test_turns_are_renewed_at_their_engines_where_that_is_wanted_and_dropped_when_they_are_gone():
     with cluster(is_reusing_history=True, history_ttl_s=0.8, history_margin_s=0.1, is_history_renewed=True) as one:
         talk, gone = Talk(one, "renewed"), Talk(one, "gone")

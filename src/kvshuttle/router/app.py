@@ -218,6 +218,8 @@ class Router:
         responder.send(200 if is_serving else 503, [_JSON], orjson.dumps(body))
 
     async def _metrics(self, _request: Request, responder: Responder) -> None:
+        # Requests do the same; a router that idles must not show, or keep, what nobody can continue any more.
+        self.conversations.expire()
         responder.send(200, [(b"content-type", METRICS_CONTENT_TYPE)], self.telemetry.exposition())
 
 

@@ -108,6 +108,10 @@ class Conversations:
 
     # --- for clients and operators ---
 
+    def expire(self) -> None:
+        """Let go of turns whose time is over."""
+        self.table.expire(self._now_s())
+
     def describe(self, caller: bytes, given: str) -> dict[str, object] | None:
         """What is known of a caller's conversation, by its client's name for it or ours; None for nothing."""
         name, now_s = self._name(caller, given), self._now_s()
