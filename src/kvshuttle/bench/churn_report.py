@@ -174,8 +174,9 @@ def _failures(results: ChurnResults) -> Section:
     return Section(
         "Failures by kind and cause",
         "As the client saw it, and as the router logged it: legs that failed, and the outcome. A cause is a fault that"
-        f" overlaps the request's life, or was over less than {results.plan.explained_within_s:g} s before it was sent;"
-        " or the limit of connections to engines, where the router says so.",
+        f" overlaps the request's life, or was over less than {results.plan.explained_within_s:g} s before it was sent,"
+        " and was the engines' that the router names, or its own; or the limit of connections to engines, where the"
+        " router says so.",
         ("Client saw", "Legs", "Router says", "Cause", "Requests"),
         rows,
     )

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvshuttle.bench.churn_faults import ROUTER
 from kvshuttle.bench.churn_plan import MODES
 from kvshuttle.bench.churn_records import (
     BUG_COUNTERS,
@@ -93,18 +94,30 @@ class Causes:
         return self._routed.get(ask.request_id)
 
     def of(self, ask: AskRecord) -> str:
-        """Why it failed: overload, where the router says so of each attempt; a fault that was near; or nothing."""
+        """Why it failed: overload, where the router says so of each attempt; a fault that was near; or nothing.
+
+        Where the router names the engines that failed it, the fault must have been theirs, or the router's own.
+        """
         routed = self._routed.get(ask.request_id)
-        if routed is not None and routed.failures and all(each.endswith(_CAPACITY) for each in routed.failures):
+        attempts = [] if routed is None else [failure for failure in routed.failures if not failure.endswith(_CAPACITY)]
+        if routed is not None and routed.failures and not attempts:
             return OVERLOAD
-        ended_s = ask.ended_s
-        if ended_s == NOT_OVER:
-            ended_s = ask.sent_s + (routed.total_s if routed is not None else 0.0)
-        for outage in self._outages:
-            over_s = float("inf") if outage.ended_s == NOT_OVER else outage.ended_s
-            if outage.began_s - _BEFORE_S <= ended_s and ask.sent_s <= over_s + self.results.plan.explained_within_s:
-                return f"a fault: {outage.kind}"
-        return UNEXPLAINED
+        near = self._near(ask, 0.0 if routed is None else routed.total_s)
+        names = {outage.name for outage in near}
+        if not near or not (ROUTER in names or all(attempt.split(":")[1] in names for attempt in attempts)):
+            return UNEXPLAINED
+        return f"a fault: {', '.join(sorted({outage.kind for outage in near}))}"
+
+    def _near(self, ask: AskRecord, total_s: float) -> list[OutageRecord]:
+        """Faults that overlap its life, or were over not long before. ``total_s``: its time by the router's log."""
+        ended_s = ask.sent_s + total_s if ask.ended_s == NOT_OVER else ask.ended_s
+        within_s = self.results.plan.explained_within_s
+        return [
+            outage
+            for outage in self._outages
+            if outage.began_s - _BEFORE_S <= ended_s
+            and (outage.ended_s == NOT_OVER or ask.sent_s <= outage.ended_s + within_s)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,16 @@ def test_refusals_for_want_of_connections_are_overload_and_only_those() -> None:
     assert Causes(results(mixed)).of(failed) == UNEXPLAINED
 
 
+def test_where_the_router_names_an_engine_the_fault_must_have_been_its_own_or_the_router_s() -> None:
+    failed = ask(sent_s=45.0, ended_s=46.0, how=How.ERROR)
+    its_own = RoutedRecord(request_id=failed.request_id, failures=["decode:decode-0:reset", "decode:decode-1:capacity"])
+    another_s = replace(its_own, failures=["decode:decode-0:reset", "prefill:prefill-1:status"])
+    restart = OutageRecord(number=2, name="router", kind="restart", began_s=30.0, ended_s=33.0)
+    assert Causes(results(its_own)).of(failed) == "a fault: kill"
+    assert Causes(results(another_s)).of(failed) == UNEXPLAINED
+    assert Causes(results(another_s, restart)).of(failed) == "a fault: kill, restart"
+
+
 def test_growth_counts_for_the_life_that_lasted_until_the_end() -> None:
     died_with_many = [look("decode-1", 10.0), look("decode-1", 60.0, fds=500)]
     assert judge(results(*died_with_many)).is_pass
