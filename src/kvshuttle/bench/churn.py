@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.churn_faults import ROUTER, plan_faults
@@ -24,11 +25,12 @@ from kvshuttle.bench.router_calls import wait_for_pair
 from kvshuttle.bench.router_log import read_request_lines
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE, TOKENIZER_DIR
 from kvshuttle.clock import now_s
-from kvshuttle.errors import ConfigError, LaunchFailed
+from kvshuttle.errors import ConfigError, LaunchFailed, TransportError
 from kvshuttle.launcher.fleet import Fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from kvshuttle.bench.churn_plan import ChurnPlan
@@ -66,8 +68,8 @@ class _Run:
 def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Callable[[str], None]) -> bool:
     """One run, whole. What is found is written down and judged; returns whether it passes.
 
-    Raises ``ConfigError`` when the directory holds a run already, ``LaunchFailed`` when engines do not start, or do
-    not even answer before the first fault.
+    One that is cut off, by a signal or because engines do not answer, does not pass. Raises ``ConfigError`` when the
+    directory holds a run already, ``LaunchFailed`` when engines do not start.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     if (out_dir / RECORDS_FILE).exists():
@@ -86,7 +88,10 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
         load.start()
         fleet.start(timeout_s=plan.startup_timeout_s)
         wait_for_pair(run.url, timeout_s=_PAIRS_TIMEOUT_S)
-        _carry_out(run)
+        try:
+            _carry_out(run)
+        except (LaunchFailed, TransportError, KeyboardInterrupt) as error:
+            say(f"cut off: {error or 'by a signal'}")
     verdict = read_verdict(out_dir)
     say(verdict.text)
     return verdict.is_pass
@@ -99,35 +104,33 @@ def _carry_out(run: _Run) -> None:
     windows = Windows(plan, run.load, run.journal, run.out_dir, tokenizer_dir, run.url, run.say, run.began_at_s)
     run.say("measuring what the engines can do before the first fault")
     capacity = windows.measure_capacity()
-    # Everything is dated from the first fault's point of view on.
-    run.began_at_s = windows.began_at_s = now_s()
+    began_s = now_s() - run.began_at_s
     run.say(f"they answer {capacity:.2f} requests/s; {plan.minutes:g} minutes of load and faults begin")
-    outages = Outages(run.fleet, plan_faults(plan), run.journal, run.say, run.began_at_s, plan.startup_timeout_s)
+    faults = [replace(fault, at_s=began_s + fault.at_s) for fault in plan_faults(plan)]
+    outages = Outages(run.fleet, faults, run.journal, run.say, run.began_at_s, plan.startup_timeout_s)
     watch = Watch(
         run.fleet_plan.processes, lambda: outages.running, lambda: outages.healthy, run.journal, run.began_at_s
     )
     watch.look()
     with watch:
         asker = Asker(run.url, run.began_at_s)
-        clients = [threading.Thread(target=windows.run_until, args=(plan.duration_s, capacity, run.is_over.is_set))]
+        clients = ThreadPoolExecutor(1 + plan.conversations, "churn-client")
+        asking = [clients.submit(windows.run_until, began_s + plan.duration_s, capacity, run.is_over.is_set)]
         for number in range(plan.conversations):
             talker = Talker(plan, number, asker, run.journal, run.is_over.is_set, run.is_over.wait)
-            clients.append(threading.Thread(target=talker.run))
+            asking.append(clients.submit(talker.run))
         try:
-            _under_load(run, outages, clients)
+            _under_load(run, outages, asking, end_at_s=run.began_at_s + began_s + plan.duration_s)
         finally:
             run.is_over.set()
+            clients.shutdown(wait=False)
         run.say("the load is over; waiting until nothing is held any more")
         _rest(run, watch, asker)
         asker.close()
 
 
-def _under_load(run: _Run, outages: Outages, clients: list[threading.Thread]) -> None:
+def _under_load(run: _Run, outages: Outages, asking: Sequence[Future[None]], *, end_at_s: float) -> None:
     """Until the time is over, everything has come up again, and every client has its answer."""
-    for client in clients:
-        client.daemon = True
-        client.start()
-    end_at_s = run.began_at_s + run.plan.duration_s
     while now_s() < end_at_s or not outages.is_over:
         outages.advance()
         time.sleep(_STEP_S)
@@ -137,11 +140,13 @@ def _under_load(run: _Run, outages: Outages, clients: list[threading.Thread]) ->
             run.is_over.set()
     run.is_over.set()
     deadline_at_s = now_s() + _CLIENTS_TIMEOUT_S
-    while any(client.is_alive() for client in clients):
+    while not all(client.done() for client in asking):
         outages.advance()
         time.sleep(_STEP_S)
         if now_s() > deadline_at_s:
             raise LaunchFailed(f"clients still wait {_CLIENTS_TIMEOUT_S:.0f} s after the load's end")
+    for client in asking:
+        client.result()
 
 
 def _rest(run: _Run, watch: Watch, asker: Asker) -> None:

@@ -51,7 +51,7 @@ class How(StrEnum):
 
 
 class AskRecord(msgspec.Struct, frozen=True, tag="ask", kw_only=True):
-    """One request. Instants are seconds after the load began; ``mode``: what its header asked for."""
+    """One request. Instants are seconds after the first request; ``mode``: what its header asked for."""
 
     client: Client
     request_id: str
