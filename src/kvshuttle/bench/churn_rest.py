@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ _ASKS_IN_EACH_MODE = 4
 _LOG_TROUBLE = re.compile(r"Traceback \(most recent call last\)|AssertionError|please report|EngineDeadError|\bBUG\b")
 _WRONG_KV_LINE = "has wrong KV"
 _MOST_TROUBLES = 20
+_TROUBLE_CHARACTERS = 160
 
 
 @dataclass(slots=True)
@@ -98,12 +100,13 @@ class Rest:
 
 def end_record(log_dir: Path, bugs: dict[str, float]) -> EndRecord:
     """What the logs of all lives of all processes say."""
-    num_wrong_kv_lines, troubles = 0, []
+    num_wrong_kv_lines, troubles = 0, Counter[str]()
     for path in sorted(log_dir.glob("*.log")):
         if path.name == "load.log":
             continue
         for line in path.read_text(errors="replace").splitlines():
             num_wrong_kv_lines += _WRONG_KV_LINE in line
             if _LOG_TROUBLE.search(line):
-                troubles.append(f"{path.stem}: {line.strip()[:160]}")
-    return EndRecord(num_wrong_kv_lines=num_wrong_kv_lines, bugs=bugs, log_troubles=troubles[:_MOST_TROUBLES])
+                troubles[f"{path.stem}: {line.strip()[:_TROUBLE_CHARACTERS]}"] += 1
+    most = [f"{text} ({count} times)" for text, count in troubles.most_common(_MOST_TROUBLES)]
+    return EndRecord(num_wrong_kv_lines=num_wrong_kv_lines, bugs=bugs, log_troubles=most)

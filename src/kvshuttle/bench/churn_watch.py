@@ -115,6 +115,8 @@ class Watch:
         records = []
         for process in self.running():
             rss_mib, num_fds, num_threads = usage_of(group_of(process.pid))
+            if not num_threads:
+                continue  # it is dead, and not started again yet
             records.append(
                 LookRecord(
                     name=process.name,

@@ -145,6 +145,8 @@ def test_refusals_for_want_of_connections_are_overload_and_only_those() -> None:
     mixed = replace(routed, failures=["decode:decode-0:capacity", "decode:decode-1:reset"])
     assert Causes(results(routed)).of(failed) == OVERLOAD
     assert Causes(results(mixed)).of(failed) == UNEXPLAINED
+    # Nobody refused what was cut: it waited for a connection when the router went away.
+    assert Causes(results(routed)).of(replace(failed, how=How.CUT)) == UNEXPLAINED
 
 
 def test_where_the_router_names_an_engine_the_fault_must_have_been_its_own_or_the_router_s() -> None:
