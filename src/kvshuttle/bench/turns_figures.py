@@ -70,6 +70,16 @@ class TurnsResults:
         return median(mine) / median(others) if mine and others and median(others) > 0 else None
 
 
+def ttft_s(record: TurnRecord) -> float | None:
+    """Time to the first text, where the client could see it."""
+    return record.ttft_s if record.ttft_s >= 0 else None
+
+
+def total_s(record: TurnRecord) -> float | None:
+    """Time to the end of the answer."""
+    return record.total_s
+
+
 def prefill_s(record: TurnRecord) -> float | None:
     """Time of the prefill leg, where it was answered in time."""
     return record.prefill_s if record.prefill_s >= 0 else None
