@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.bench.figures import percentile
 from kvshuttle.bench.plots import Axes, Series, line_chart
-from kvshuttle.bench.turns_plan import PrefillCache
-from kvshuttle.handoff.params import Mode
+from kvshuttle.bench.turns_plan import Answers, PrefillCache, TurnsSystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +19,11 @@ if TYPE_CHECKING:
     Look = Callable[[MemoryRecord, TurnsCellDone], float]
 
 _COLOURS = {
-    Mode.PUSH: ("#2f6fd0", "#7a93b8", "#8a4fc4"),
-    Mode.PULL: ("#2b9a66", "#84a896", "#b5651d"),
+    "push": ("#2f6fd0", "#7a93b8", "#8a4fc4"),
+    "pull": ("#2b9a66", "#84a896", "#a61e4d"),
+    "push-whole": ("#17a2b8", "#82b5bd", "#5f3dc4"),
+    "pull-whole": ("#74b816", "#a9c288", "#862e9c"),
+    "upstream": ("#e08a1e", "#c9ac86", "#555d66"),
 }
 """With reuse, without, and without but with more memory for P."""
 _PARTS = ("reused", "anew", "larger")
@@ -37,16 +39,21 @@ STYLES = {
 
 def style_of(cell: TurnsCell) -> str:
     """The style of a cell's lines; cells of one chart have different ones."""
+    way = str(cell.mode)
+    if cell.system is TurnsSystem.UPSTREAM:
+        way = "upstream"
+    elif cell.answers is Answers.WHOLE:
+        way = f"{cell.mode}-whole"
     if cell.prefill_cache is PrefillCache.LARGER:
-        return f"{cell.mode}-larger"
-    return f"{cell.mode}-{'reused' if cell.is_reusing else 'anew'}"
+        return f"{way}-larger"
+    return f"{way}-{'reused' if cell.is_reusing else 'anew'}"
 
 
 def legend(results: TurnsResults) -> dict[str, str]:
     """What the lines of all charts are, by style."""
     ends = {"reused": "history reused", "anew": "computed anew", "larger": "computed anew, P's cache has more memory"}
     return {
-        style: f"{cell.mode}, {ends[style.rpartition('-')[2]]}" for cell in results.cells if (style := style_of(cell))
+        style: f"{cell.way}, {ends[style.rpartition('-')[2]]}" for cell in results.cells if (style := style_of(cell))
     }
 
 

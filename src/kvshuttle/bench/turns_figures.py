@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvshuttle.bench.turns_plan import PrefillCache
+from kvshuttle.bench.turns_plan import PrefillCache, TurnsSystem
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone
 
 if TYPE_CHECKING:
@@ -93,7 +93,11 @@ def peak_retained_blocks(records: Sequence[Record], cell_names: set[str]) -> int
 
 def kept_beside_cache(plan: TurnsPlan, records: Sequence[Record]) -> int:
     """Blocks that D kept at most where P's prefix cache was on: what P gets instead where it gets more memory."""
-    names = {cell.name for cell in plan.cells if cell.is_reusing and cell.prefill_cache is PrefillCache.ON}
+    names = {
+        cell.name
+        for cell in plan.cells
+        if cell.is_reusing and cell.prefill_cache is PrefillCache.ON and cell.system is TurnsSystem.SHUTTLE
+    }
     return peak_retained_blocks(records, names)
 
 

@@ -16,7 +16,7 @@ from kvshuttle.bench.router_log import read_request_lines, wait_for_requests
 from kvshuttle.bench.sections import as_markdown, as_page
 from kvshuttle.bench.turns_charts import STYLES, legend, style_of
 from kvshuttle.bench.turns_figures import Comparison, TurnsResults, compared, kept_beside_cache, over_time, prefill_s
-from kvshuttle.bench.turns_plan import PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_plan import Answers, PrefillCache, TurnsCell, TurnsPlan
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone, read_turn_records
 from kvshuttle.bench.turns_report import TITLE, report_sections
 from kvshuttle.handoff.params import Mode
@@ -248,11 +248,38 @@ def test_the_page_is_whole_and_shows_latency_tokens_and_memory_of_each_cell() ->
 
 
 def test_cells_that_share_a_chart_have_lines_of_their_own() -> None:
-    plan = TurnsPlan(modes=("push", "pull"), prefill_cache=("on", "larger", "off"))
+    plan = TurnsPlan(
+        profile="h200-tp8-qwen3-32b",
+        modes=("push", "pull"),
+        prefill_cache=("on", "larger", "off"),
+        systems=("shuttle", "upstream-pull-paced"),
+        answers=("streamed", "whole"),
+    )
     run = TurnsResults(plan, FACTS, [done(cell) for cell in plan.cells])
     beside_cache = [cell for cell in plan.cells if cell.prefill_cache is not PrefillCache.OFF]
-    assert len({style_of(cell) for cell in beside_cache}) == len(beside_cache) == 6
-    assert legend(run).keys() == STYLES.keys()
+    assert len({style_of(cell) for cell in beside_cache}) == len(beside_cache) == 14
+    assert legend(run).keys() <= STYLES.keys()
+    assert len(set(legend(run).values())) == 14
+
+
+def test_answers_that_were_not_streamed_have_no_first_token_to_tell() -> None:
+    whole = TurnsCell(Mode.PULL, PrefillCache.OFF, is_reusing=True, answers=Answers.WHOLE)
+    told = {
+        section.title: section
+        for section in report_sections(
+            results(
+                turn(ANEW),
+                done(ANEW),
+                turn(whole, ttft_s=-1.0),
+                done(whole),
+                modes=("push", "pull"),
+                answers=("streamed", "whole"),
+            )
+        )
+    }
+    assert "Time to the first token: push" in told
+    assert "Time to the first token: pull, not streamed" not in told
+    assert told["Whole answer: pull, not streamed"].rows[0][2] == "1,000"
 
 
 def test_a_run_of_turns_is_reported_from_its_directory(tmp_path: Path) -> None:
