@@ -91,6 +91,9 @@ class _Legs:
         self, request: Request, parsed: InferenceRequest, pools: Mapping[str, EnginePool], first_byte_timeout_s: float
     ) -> None:
         self.request_id = mint("bench")
+        given = request.header(b"x-request-id")
+        self.name = given.decode("latin-1") if given else self.request_id
+        """What the client calls the request, for its answer and the log; legs have a fresh id."""
         self.num_cached_tokens = 0
         self._first_byte_timeout_s = first_byte_timeout_s
         self._parsed = parsed
@@ -148,7 +151,7 @@ class _Legs:
         return orjson.loads(answer).get("kv_transfer_params") if head.status == 200 else None
 
     def _for_client(self, head: ResponseHead) -> Headers:
-        return [*for_client(head.headers), (b"x-request-id", self.request_id.encode())]
+        return [*for_client(head.headers), (b"x-request-id", self.name.encode("latin-1"))]
 
     async def _send(self, engine: EngineSpec, body: bytes) -> Exchange:
         pool = self._pools[engine.name]
@@ -201,7 +204,7 @@ class Proxy:
             responder.send(400, [_JSON], error_body(str(error), status=400, kind="BadRequestError"))
             return
         legs = _Legs(request, parsed, self._pools, self._first_byte_timeout_s)
-        line = _Line(legs.request_id, self._mode)
+        line = _Line(legs.name, self._mode)
         began_at_s = now_s()
         try:
             await self._serve(legs, _name_in(request), responder, line)

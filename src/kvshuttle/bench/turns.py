@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvshuttle.bench.aiperf import AiperfOrder, ensure_aiperf, read_aiperf, run_aiperf
 from kvshuttle.bench.countdown import Countdown
 from kvshuttle.bench.inspection import save_metrics
 from kvshuttle.bench.machine_facts import machine_facts
@@ -25,7 +26,7 @@ from kvshuttle.bench.record_file import append_records
 from kvshuttle.bench.router_log import wait_for_requests
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.talk import Client, Talk
-from kvshuttle.bench.turns_figures import kept_beside_cache, ttft_s
+from kvshuttle.bench.turns_figures import kept_beside_cache, looks_since, ttft_s
 from kvshuttle.bench.turns_fleet import (
     Host,
     Subject,
@@ -35,7 +36,7 @@ from kvshuttle.bench.turns_fleet import (
     real_subject,
 )
 from kvshuttle.bench.turns_pair import RunningPair
-from kvshuttle.bench.turns_plan import Answers, EngineSetting, PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_plan import Answers, ClientName, EngineSetting, PrefillCache, TurnsCell, TurnsPlan
 from kvshuttle.bench.turns_records import Record, TurnRecord, TurnsCellDone, read_turn_records
 from kvshuttle.clock import now_s
 from kvshuttle.errors import TransportError
@@ -66,6 +67,8 @@ class _Run:
     env: Mapping[str, str]
     say: Callable[[str], None]
     countdown: Countdown
+    aiperf: Path | None = None
+    """The Python that has it; None where no cell needs it."""
 
     @property
     def records_path(self) -> Path:
@@ -90,6 +93,8 @@ def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     done = {record.cell for record in read_turn_records(out_dir / RECORDS_FILE)}
     waiting = [cell for cell in plan.cells if cell.name not in done]
     run = _Run(plan, subject, host, out_dir, env, say, Countdown(len(waiting)))
+    if any(cell.client is ClientName.AIPERF for cell in waiting):
+        run.aiperf = ensure_aiperf(cache_dir_from(env), env=env, say=say)
     say(f"{len(waiting)} of {len(plan.cells)} cells to measure, results in {out_dir}")
     for setting, cells in groupby(waiting, key=lambda cell: cell.engines):
         _measure_group(setting, list(cells), run)
@@ -131,6 +136,16 @@ def _measure_cell(cell: TurnsCell, engines: tuple[ProcessPlan, ...], prefill_blo
     run.say(f"  {_summary(records)}, {now_s() - began_at_s:.0f} s; {left}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Conversations that are over. ``names``: of those that engines may have kept something of."""
+
+    turns: list[TurnRecord]
+    names: set[str]
+    first_at_s: float
+    duration_s: float
+
+
 @dataclass(slots=True)
 class _Bench:
     """One cell: engines and a router that run, and the conversations to hold there."""
@@ -155,27 +170,20 @@ class _Bench:
 
     def measure(self) -> list[Record]:
         """All conversations at once, to their ends."""
-        plan, before = self.run.plan, self.pair.counters()
-        began_at_s = now_s()
-        is_over = threading.Event()
-        talks = [
-            self._talk(plan, number, self.cell.name, began_at_s, is_over.is_set) for number in range(plan.conversations)
-        ]
+        before, began_at_s = self.pair.counters(), now_s()
         with MemoryWatch(
             self.cell.name, self.pair.prefill, self.pair.decode, self.pair.keeper_url, began_at_s
         ) as watch:
-            turns = self._hold(talks, is_over)
-            duration_s, load_average = now_s() - began_at_s, os.getloadavg()[0]
+            held = self._hold_by_aiperf() if self.cell.client is ClientName.AIPERF else self._hold(began_at_s)
+            load_average = os.getloadavg()[0]
             # What the last answers leave shows after another step, which this brings.
             after = self.pair.counters()
-        joined = self._joined(turns)
-        for talk in talks:
-            talk.client.close()
-        self.pair.forget({name for talk in talks for name in talk.names})
+        joined = self._joined(held.turns)
+        self.pair.forget(held.names)
         pools = self.pair.pools()
         done = TurnsCellDone(
             self.cell.name,
-            duration_s=duration_s,
+            duration_s=held.duration_s,
             prefill_blocks=pools[0].num_blocks,
             decode_blocks=pools[1].num_blocks,
             block_size_tokens=pools[1].block_size_tokens,
@@ -185,16 +193,36 @@ class _Bench:
             preemptions=after.preemptions - before.preemptions,
             load_average=load_average,
         )
-        return [*joined, *watch.records, done]
+        return [*joined, *looks_since(watch.records, held.first_at_s - began_at_s), done]
 
-    def _hold(self, talks: Sequence[Talk], is_over: threading.Event) -> list[TurnRecord]:
-        progress = _Progress(self.run.plan, self.run.say)
+    def _hold(self, began_at_s: float) -> _Held:
+        """By as many threads with OpenAI's client."""
+        plan, is_over = self.run.plan, threading.Event()
+        talks = [
+            self._talk(plan, number, self.cell.name, began_at_s, is_over.is_set) for number in range(plan.conversations)
+        ]
+        progress = _Progress(plan, self.run.say)
         with ThreadPoolExecutor(len(talks)) as executor:
             try:
                 waiting = [executor.submit(talk.run, progress.on_turn) for talk in talks]
-                return [record for future in waiting for record in future.result()]
+                turns = [record for future in waiting for record in future.result()]
             finally:
                 is_over.set()
+        for talk in talks:
+            talk.client.close()
+        return _Held(turns, {name for talk in talks for name in talk.names}, began_at_s, now_s() - began_at_s)
+
+    def _hold_by_aiperf(self) -> _Held:
+        """By aiperf, which takes a while to start and to end; that is not counted."""
+        run, cell = self.run, self.cell
+        assert run.aiperf is not None
+        raw_dir = run.out_dir / "raw" / cell.name
+        is_streaming = cell.answers is Answers.STREAMED
+        order = AiperfOrder(self.pair.url, run.subject.name, str(run.subject.model), cell.name, run.plan, is_streaming)
+        run_aiperf(run.aiperf, order, run.subject.write, raw_dir, env=run.env)
+        held = read_aiperf(raw_dir, run.plan, run.subject.write, cell.name)
+        duration_s = max(record.sent_at_s + record.total_s for record in held.turns)
+        return _Held(held.turns, held.names, held.first_at_s, duration_s)
 
     def _talk(
         self, plan: TurnsPlan, number: int, salt: str, began_at_s: float, is_stopping: Callable[[], bool]

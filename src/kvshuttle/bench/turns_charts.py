@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from statistics import median
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.figures import percentile
 from kvshuttle.bench.plots import Axes, Series, line_chart
-from kvshuttle.bench.turns_plan import Answers, PrefillCache, TurnsSystem
+from kvshuttle.bench.turns_plan import Answers, ClientName, PrefillCache, TurnsSystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,7 @@ def legend(results: TurnsResults) -> dict[str, str]:
     """What the lines of all charts are, by style."""
     ends = {"reused": "history reused", "anew": "computed anew", "larger": "computed anew, P's cache has more memory"}
     return {
-        style: f"{cell.way}, {ends[style.rpartition('-')[2]]}" for cell in results.cells if (style := style_of(cell))
+        style: f"{cell.served}, {ends[style.rpartition('-')[2]]}" for cell in results.cells if (style := style_of(cell))
     }
 
 
@@ -111,11 +112,12 @@ def _memory_charts(results: TurnsResults, name: str, unit: str, value: Look) -> 
 
 def _by_cache(results: TurnsResults, name: str, axes: Axes, points: Callable[[TurnsCell], Series]) -> list[str]:
     charts = []
-    for cache, settings in _CACHES.items():
-        series = [points(cell) for cell in results.cells if cell.prefill_cache in settings]
+    for client, (cache, settings) in itertools.product(ClientName, _CACHES.items()):
+        series = [points(cell) for cell in results.cells if cell.prefill_cache in settings and cell.client is client]
         drawn = [each for each in series if each.points]
         if drawn:
-            charts.append(line_chart(_titled(axes, f"{name}, P's cache {cache}"), drawn))
+            by = "" if client is ClientName.OPENAI else f", by {client}"
+            charts.append(line_chart(_titled(axes, f"{name}, P's cache {cache}{by}"), drawn))
     return charts
 
 

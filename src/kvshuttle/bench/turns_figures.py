@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvshuttle.bench.turns_plan import PrefillCache, TurnsSystem
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone
 
@@ -99,6 +101,11 @@ def kept_beside_cache(plan: TurnsPlan, records: Sequence[Record]) -> int:
         if cell.is_reusing and cell.prefill_cache is PrefillCache.ON and cell.system is TurnsSystem.SHUTTLE
     }
     return peak_retained_blocks(records, names)
+
+
+def looks_since(looks: Sequence[MemoryRecord], start_s: float) -> list[MemoryRecord]:
+    """Looks dated from ``start_s`` on; those before it are left out."""
+    return [msgspec.structs.replace(look, at_s=look.at_s - start_s) for look in looks if look.at_s >= start_s]
 
 
 def over_time(looks: Sequence[MemoryRecord], num_parts: int) -> list[int]:

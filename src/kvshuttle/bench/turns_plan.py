@@ -59,6 +59,15 @@ class Answers(StrEnum):
     """All at once; the client cannot tell when the first token was there."""
 
 
+class ClientName(StrEnum):
+    """Who holds the conversations."""
+
+    OPENAI = "openai"
+    """The unmodified OpenAI client, which names no conversation where our router is in front."""
+    AIPERF = "aiperf"
+    """A load generator made by others, which names them by a header."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
     """What makes engines different: cells with the same setting are served by the same ones.
@@ -87,6 +96,7 @@ class TurnsCell:
     is_reusing: bool
     system: TurnsSystem = TurnsSystem.SHUTTLE
     answers: Answers = Answers.STREAMED
+    client: ClientName = ClientName.OPENAI
 
     @property
     def name(self) -> str:
@@ -94,6 +104,7 @@ class TurnsCell:
         way = str(self.mode) if self.system is TurnsSystem.SHUTTLE else str(self.system)
         is_plain = self.answers is Answers.STREAMED or self.system is TurnsSystem.UPSTREAM
         end = "" if is_plain else f"-{self.answers}"
+        end += "" if self.client is ClientName.OPENAI else f"-{self.client}"
         return f"{way}-cache-{self.prefill_cache}-reuse-{Switch.ON if self.is_reusing else Switch.OFF}{end}"
 
     @property
@@ -113,6 +124,11 @@ class TurnsCell:
     @property
     def way(self) -> str:
         """For people: what it has in common with the cells that it stands beside in tables."""
+        return self.served if self.client is ClientName.OPENAI else f"{self.served}, by {self.client}"
+
+    @property
+    def served(self) -> str:
+        """For people: how answers come about, whoever asks."""
         way = str(self.mode) if self.system is TurnsSystem.SHUTTLE else f"vLLM's {self.mode}"
         return way if self.answers is Answers.STREAMED else f"{way}, not streamed"
 
@@ -128,6 +144,7 @@ class TurnsPlan:
         "modes": (Mode.PUSH, Mode.PULL),
         "systems": tuple(TurnsSystem),
         "answers": tuple(Answers),
+        "clients": tuple(ClientName),
     }
 
     model: str = "smollm2"
@@ -150,6 +167,8 @@ class TurnsPlan:
     """Whose connector: ``shuttle``, or with ``--profile`` vLLM's, ``upstream-pull-paced``, bidirectional with reuse."""
     answers: tuple[str, ...] = (Answers.STREAMED,)
     """How ours answers: ``streamed``, ``whole``. vLLM's always answers whole, since its streams reuse nothing."""
+    clients: tuple[str, ...] = (ClientName.OPENAI,)
+    """Who asks: ``openai``, OpenAI's client; ``aiperf``, a load generator, installed into the cache when needed."""
     conversations: int = 1
     """Conversations at a time. Each waits for its answer before it goes on."""
     turns: int = 10
@@ -217,13 +236,15 @@ class TurnsPlan:
     def cells(self) -> list[TurnsCell]:
         """In the order of measuring: first what others are compared with, and engines with equal options together."""
         return [
-            TurnsCell(mode, cache, is_reusing, system, answers)
+            TurnsCell(mode, cache, is_reusing, system, answers, client)
             for cache in PrefillCache
             for system in TurnsSystem
             for is_reusing in (False, True)
             for mode, answers in self._ways(system)
+            for client in ClientName
             if cache in self.prefill_cache
             and system in self.systems
+            and client in self.clients
             and (Switch.ON if is_reusing else Switch.OFF) in self.reuse
             and not (cache is PrefillCache.LARGER and (is_reusing or system is TurnsSystem.UPSTREAM))
         ]

@@ -96,6 +96,17 @@ def test_vllms_connector_stands_beside_ours_with_engines_of_its_own_where_it_kee
     ]
 
 
+def test_every_client_asks_the_same_engines() -> None:
+    plan = TurnsPlan(prefill_cache=("off",), reuse=("on",), clients=("openai", "aiperf"), answers=("streamed", "whole"))
+    assert [cell.name for cell in plan.cells] == [
+        "push-cache-off-reuse-on",
+        "push-cache-off-reuse-on-aiperf",
+        "push-cache-off-reuse-on-whole",
+        "push-cache-off-reuse-on-whole-aiperf",
+    ]
+    assert len({cell.engines for cell in plan.cells}) == 1
+
+
 def test_pools_have_room_for_all_conversations_unless_they_are_given() -> None:
     plan = TurnsPlan(conversations=4)
     assert plan.pool_blocks(0) * 128 >= 4 * plan.longest_tokens
@@ -119,6 +130,7 @@ def test_ten_turns_with_the_bundled_model_grow_beyond_six_thousand_tokens_and_fi
         ({"systems": (UPSTREAM,)}, "--system upstream-pull-paced: only with --profile"),
         ({"answers": ("half",)}, "--answers: one of streamed, whole, got 'half'"),
         ({"profile": PROFILE, "systems": (UPSTREAM,), **LARGER}, "--prefill-cache larger: .* and --system shuttle"),
+        ({"clients": ("mine",)}, "--client: one of openai, aiperf, got 'mine'"),
         ({"turns": 0}, "--turns: a number above 0, got 0"),
         ({"think_s": -1.0}, "--think-s: a number of seconds, 0 or more"),
         ({"time_scale": 2.0}, "--time-scale: only with --profile"),

@@ -16,7 +16,7 @@ from kvshuttle.bench.router_log import read_request_lines, wait_for_requests
 from kvshuttle.bench.sections import as_markdown, as_page
 from kvshuttle.bench.turns_charts import STYLES, legend, style_of
 from kvshuttle.bench.turns_figures import Comparison, TurnsResults, compared, kept_beside_cache, over_time, prefill_s
-from kvshuttle.bench.turns_plan import Answers, PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_plan import Answers, ClientName, PrefillCache, TurnsCell, TurnsPlan
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone, read_turn_records
 from kvshuttle.bench.turns_report import TITLE, report_sections
 from kvshuttle.handoff.params import Mode
@@ -260,6 +260,20 @@ def test_cells_that_share_a_chart_have_lines_of_their_own() -> None:
     assert len({style_of(cell) for cell in beside_cache}) == len(beside_cache) == 14
     assert legend(run).keys() <= STYLES.keys()
     assert len(set(legend(run).values())) == 14
+
+
+def test_what_aiperf_measured_has_tables_and_charts_of_its_own() -> None:
+    by_aiperf = TurnsCell(Mode.PUSH, PrefillCache.OFF, is_reusing=True, client=ClientName.AIPERF)
+    records = (turn(REUSED), done(REUSED), turn(by_aiperf, ttft_s=0.3), done(by_aiperf))
+    told = {section.title: section for section in report_sections(results(*records, clients=("openai", "aiperf")))}
+    first, own = told["Time to the first token: push"], told["Time to the first token: push, by aiperf"]
+    assert own.rows[0][2] == "300"
+    assert [title for chart in first.charts for title in re.findall('aria-label="([^"]*)"', chart)] == [
+        "TTFT, P&#x27;s cache off",
+        "TTFT, P&#x27;s cache off, by aiperf",
+    ]
+    facts = dict(told["What was run"].rows)
+    assert "aiperf 0.13.0" in facts["Clients"]
 
 
 def test_answers_that_were_not_streamed_have_no_first_token_to_tell() -> None:
