@@ -93,8 +93,8 @@ def computed_charts(results: TurnsResults) -> list[str]:
 def memory_charts(results: TurnsResults) -> list[str]:
     """What is kept for later turns, in blocks and in MiB, and how full both pools are: against the cell's time."""
     looks: tuple[tuple[str, str, Look], ...] = (
-        ("kept for later turns", "blocks", lambda look, _: look.retained_blocks),
-        ("kept for later turns", "MiB", lambda look, done: look.retained_blocks * done.block_len_bytes / _MIB),
+        ("blocks kept for later turns", "blocks", lambda look, _: look.retained_blocks),
+        ("MiB kept for later turns", "MiB", lambda look, done: look.retained_blocks * done.block_len_bytes / _MIB),
         ("P's pool in use", "%", lambda look, _: look.prefill_usage * 100),
         ("D's pool in use, with what it keeps", "%", lambda look, _: look.decode_usage * 100),
     )

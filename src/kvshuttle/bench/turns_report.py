@@ -24,7 +24,7 @@ from kvshuttle.bench.turns_figures import (
     total_s,
     ttft_s,
 )
-from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsPlan
+from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsPlan, TurnsSystem
 from kvshuttle.bench.turns_records import read_turn_records
 from kvshuttle.config import ConnectorConfig
 
@@ -102,8 +102,8 @@ _FIRST_TOKEN = _Figure(
 )
 _PREFILL_LEG = _Figure(
     "Prefill leg",
-    "From sending it to its answer, by the router's log: P's queue, its read of the history, and its computing."
-    " Milliseconds.",
+    "From sending it to its answer, by the log of the router or proxy: P's queue, its read of the history, and its"
+    " computing. Milliseconds.",
     prefill_s,
 )
 _WHOLE_ANSWER = _Figure("Whole answer", "From sending a turn to the end of its answer. Milliseconds.", total_s)
@@ -312,6 +312,11 @@ def _memory(results: TurnsResults) -> Section:
         text += (
             " Where P's cache is larger, P has as many more blocks as D kept at most beside P's ordinary cache: the"
             " same memory, given to P, on top of D's."
+        )
+    if any(cell.system is TurnsSystem.UPSTREAM for cell in results.cells):
+        text += (
+            " With vLLM's connector it is pinned until it is read or its time is over, and gives way to nothing; shown"
+            " is what the proxy remembers of it."
         )
     heads = ("Cell", "P's pool", "D's pool", "D kept at most", "… of its pool", "P in use at most", "D in use at most")
     return Section("Memory", text, heads, rows, charts=memory_charts(results), legend=legend(results))

@@ -16,7 +16,7 @@ from kvshuttle.bench.router_log import read_request_lines, wait_for_requests
 from kvshuttle.bench.sections import as_markdown, as_page
 from kvshuttle.bench.turns_charts import STYLES, legend, style_of
 from kvshuttle.bench.turns_figures import Comparison, TurnsResults, compared, kept_beside_cache, over_time, prefill_s
-from kvshuttle.bench.turns_plan import Answers, ClientName, PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_plan import Answers, ClientName, PrefillCache, TurnsCell, TurnsPlan, TurnsSystem
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone, read_turn_records
 from kvshuttle.bench.turns_report import TITLE, report_sections
 from kvshuttle.handoff.params import Mode
@@ -234,7 +234,8 @@ def test_the_page_is_whole_and_shows_latency_tokens_and_memory_of_each_cell() ->
         "prefill leg, P's cache off",
         "whole answer, P's cache off",
         "P computed, P's cache off",
-        "kept for later turns, P's cache off",
+        "blocks kept for later turns, P's cache off",
+        "MiB kept for later turns, P's cache off",
         "P's pool in use, P's cache off",
         "D's pool in use, with what it keeps, P's cache off",
     ]
@@ -274,6 +275,15 @@ def test_what_aiperf_measured_has_tables_and_charts_of_its_own() -> None:
     ]
     facts = dict(told["What was run"].rows)
     assert "aiperf 0.13.0" in facts["Clients"]
+
+
+def test_what_vllms_connector_keeps_is_said_to_be_what_the_proxy_remembers() -> None:
+    cell = TurnsCell(Mode.PULL, PrefillCache.OFF, True, TurnsSystem.UPSTREAM, Answers.WHOLE)
+    knobs = {"profile": "h200-tp8-qwen3-32b", "systems": ("shuttle", "upstream-pull-paced")}
+    text = markdown(results(turn(REUSED), done(REUSED), turn(cell, ttft_s=-1.0), done(cell), **knobs))
+    assert "what the proxy remembers of it" in text
+    assert "| vLLM's pull, not streamed, P's cache off, reuse on | 1 | 7,000 |" in text
+    assert "what the proxy remembers of it" not in markdown(whole_run())
 
 
 def test_answers_that_were_not_streamed_have_no_first_token_to_tell() -> None:
