@@ -128,6 +128,11 @@ def named(name: str) -> dict[str, str]:
     return {"x-conversation-id": name}
 
 
+def lines_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """What the proxy has logged of requests."""
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == "kvshuttle.router.requests"]
+
+
 def test_both_ways_the_next_turn_is_told_once_where_its_history_is(caplog: pytest.LogCaptureFixture) -> None:
     with proxied(ProxyMode.BOTH) as cluster, caplog.at_level(logging.INFO, logger="kvshuttle.router.requests"):
         (prefill,), (decode,) = cluster.prefills, cluster.decodes
@@ -137,7 +142,8 @@ def test_both_ways_the_next_turn_is_told_once_where_its_history_is(caplog: pytes
         decode.script.extend([KEEPS, KEEPS, answer(DEFAULT_ANSWER), KEEPS])
         replies = [cluster.post(PATH, WHOLE, named("one")), cluster.post(PATH, WHOLE, named("two"))]
         assert "kvshuttle:retained_blocks 6\n" in cluster.get("/metrics").read_body.decode()
-        replies += [cluster.post(PATH, WHOLE, named("one")), cluster.post(PATH, WHOLE, named("one"))]
+        replies.append(cluster.post(PATH, WHOLE, {**named("one"), "x-request-id": "client's own"}))
+        replies.append(cluster.post(PATH, WHOLE, named("one")))
         assert [reply.json for reply in replies] == [{**DEFAULT_ANSWER, "kv_transfer_params": None}] * 2 + [
             DEFAULT_ANSWER,
             {**DEFAULT_ANSWER, "kv_transfer_params": None},
@@ -145,11 +151,12 @@ def test_both_ways_the_next_turn_is_told_once_where_its_history_is(caplog: pytes
         fresh = upstream_prefill_params()
         assert [params_of(prefill, index) for index in range(4)] == [fresh, fresh, KEPT, fresh]
         assert [params_of(decode, index) for index in range(4)] == [HELD] * 4
-        cluster.wait_for(lambda: len(caplog.records) == 4)
-        lines = [json.loads(record.getMessage()) for record in caplog.records]
+        cluster.wait_for(lambda: len(lines_in(caplog)) == 4)
+        lines = lines_in(caplog)
     assert [line["history"] for line in lines] == ["none", "none", "given", "none"]
     assert [line["request_id"] for line in lines] == [reply.headers["x-request-id"] for reply in replies]
     assert lines[2]["num_cached_tokens"] == 5
+    assert lines[2]["request_id"] == "client's own" != prefill.calls[2].headers["x-request-id"]
     assert 0 < lines[2]["stages_s"]["prefill"] <= lines[2]["stages_s"]["total"]
 
 
