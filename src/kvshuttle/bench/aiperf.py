@@ -114,7 +114,7 @@ def ensure_aiperf(cache_dir: Path, *, env: Mapping[str, str], say: Callable[[str
         if (directory / _MARK).exists():
             return python
         shutil.rmtree(directory, ignore_errors=True)
-        say(f"installing aiperf {AIPERF_VERSION} into {directory}: about 140 packages and 1 GB, once")
+        say(f"installing aiperf {AIPERF_VERSION} into {directory}: about 140 packages and 800 MB, once")
         log_path = directory.with_name(f"aiperf-{AIPERF_VERSION}.install.log")
         log_path.unlink(missing_ok=True)
         _run([sys.executable, "-m", "venv", str(directory)], env=env, log_path=log_path, timeout_s=_INSTALL_TIMEOUT_S)
