@@ -266,7 +266,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _router(args: argparse.Namespace) -> int:
     from kvshuttle.router.main import run_router
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_standard_error()
     return run_router(router_config_from(args), secret=secret_from(os.environ))
 
 
@@ -325,9 +325,14 @@ def _bench_churn(args: argparse.Namespace) -> int:
     return 0 if is_pass else 1
 
 
+def _log_to_standard_error() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 def _bench_proxy(args: argparse.Namespace) -> int:
     from kvshuttle.bench.proxy import proxy_from_json, run_proxy
 
+    _log_to_standard_error()
     run_proxy(*proxy_from_json(args.spec))
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -116,6 +117,58 @@ def test_a_push_sends_both_legs_at_once_under_one_request_id() -> None:
         assert len(ids) == 1
         assert params_of(prefill) == upstream_prefill_params()
         assert params_of(decode) == upstream_push_params(ids.pop(), "prefill-0", "prefill-0.side:1")
+
+
+WHOLE = {**BODY, "stream": False}
+KEPT = {"do_remote_decode": True, "remote_engine_id": "decode-0", "remote_block_ids": [[7, 8, 9]]}
+KEEPS = answer({**DEFAULT_ANSWER, "kv_transfer_params": KEPT})
+
+
+def named(name: str) -> dict[str, str]:
+    return {"x-conversation-id": name}
+
+
+def lines_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """What the proxy has logged of requests."""
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == "kvshuttle.router.requests"]
+
+
+def test_both_ways_the_next_turn_is_told_once_where_its_history_is(caplog: pytest.LogCaptureFixture) -> None:
+    with proxied(ProxyMode.BOTH) as cluster, caplog.at_level(logging.INFO, logger="kvshuttle.router.requests"):
+        (prefill,), (decode,) = cluster.prefills, cluster.decodes
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 5}}
+        holds_some = answer({**DEFAULT_ANSWER, "usage": usage, "kv_transfer_params": HELD})
+        prefill.script.extend([HOLDS, HOLDS, holds_some, HOLDS])
+        decode.script.extend([KEEPS, KEEPS, answer(DEFAULT_ANSWER), KEEPS])
+        replies = [cluster.post(PATH, WHOLE, named("one")), cluster.post(PATH, WHOLE, named("two"))]
+        assert "kvshuttle:retained_blocks 6\n" in cluster.get("/metrics").read_body.decode()
+        replies.append(cluster.post(PATH, WHOLE, {**named("one"), "x-request-id": "client's own"}))
+        replies.append(cluster.post(PATH, WHOLE, named("one")))
+        assert [reply.json for reply in replies] == [{**DEFAULT_ANSWER, "kv_transfer_params": None}] * 2 + [
+            DEFAULT_ANSWER,
+            {**DEFAULT_ANSWER, "kv_transfer_params": None},
+        ]
+        fresh = upstream_prefill_params()
+        assert [params_of(prefill, index) for index in range(4)] == [fresh, fresh, KEPT, fresh]
+        assert [params_of(decode, index) for index in range(4)] == [HELD] * 4
+        cluster.wait_for(lambda: len(lines_in(caplog)) == 4)
+        lines = lines_in(caplog)
+    assert [line["history"] for line in lines] == ["none", "none", "given", "none"]
+    assert [line["request_id"] for line in lines] == [reply.headers["x-request-id"] for reply in replies]
+    assert lines[2]["num_cached_tokens"] == 5
+    assert lines[2]["request_id"] == "client's own" != prefill.calls[2].headers["x-request-id"]
+    assert 0 < lines[2]["stages_s"]["prefill"] <= lines[2]["stages_s"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "told"), [(WHOLE, {}, "header x-conversation-id"), (BODY, named("one"), "stream: false")]
+)
+def test_both_ways_what_could_have_no_next_turn_is_refused(body, headers, told: str) -> None:
+    with proxied(ProxyMode.BOTH) as cluster:
+        reply = cluster.post(PATH, body, headers)
+        assert reply.status == 400
+        assert told in reply.json["error"]["message"]
+        assert cluster.prefills[0].calls == []
 
 
 def test_alone_the_decode_engine_gets_what_the_client_sent() -> None:

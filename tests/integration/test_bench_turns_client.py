@@ -14,6 +14,7 @@ from kvshuttle.bench.router_log import read_request_lines
 from kvshuttle.bench.talk import API_KEY, Client
 from kvshuttle.errors import PeerUnreachable, TransportError
 from support.fake_engine import DONE, FINGERPRINT, FakeEngine, status, stream
+from support.fake_engine import answer as answer_with
 from support.router_cluster import Cluster, cluster
 
 if TYPE_CHECKING:
@@ -71,6 +72,24 @@ def test_an_answer_is_read_whole_and_timed(one: Cluster, client: Client) -> None
     assert (answer.text, answer.prompt_tokens, answer.answer_tokens) == ("hello world", 70, 2)
     # The first event has no text, so the first text comes a gap later, and the end three more.
     assert 0.04 < answer.ttft_s < answer.total_s - 0.1
+
+
+def test_a_whole_answer_has_no_first_token_and_its_conversation_may_be_named(one: Cluster, url: str) -> None:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "hello world"}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 70, "completion_tokens": 2, "total_tokens": 72}
+    whole = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    one.decodes[0].script.extend([answer_with(whole), answer_with({**whole, "choices": []})])
+    client = Client(url, "m", salt="cell", is_streaming=False, conversation="mine 1")
+    answer = client.ask([{"role": "user", "content": "whole"}], max_tokens=2)
+    assert (answer.text, answer.prompt_tokens, answer.answer_tokens, answer.ttft_s) == ("hello world", 70, 2, -1.0)
+    assert answer.total_s > 0
+    assert answer.request_id
+    call = one.decodes[0].calls[-1]
+    assert call.headers["x-conversation-id"] == "mine 1"
+    assert call.body["cache_salt"] == "cell"
+    with pytest.raises(TransportError, match="no text"):
+        client.ask([{"role": "user", "content": "nothing"}], max_tokens=2)
+    client.close()
 
 
 def test_the_client_names_no_conversation_and_its_next_turn_is_recognised(one: Cluster, client: Client) -> None:

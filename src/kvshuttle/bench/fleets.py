@@ -15,7 +15,7 @@ from kvshuttle.config import LauncherConfig, ModeChoice
 from kvshuttle.launcher.plan import LOOPBACK, ProcessPlan, Role, plan_router
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvshuttle.bench.grid_plan import GridPlan
     from kvshuttle.bench.systems import Places, System
@@ -133,16 +133,19 @@ def plan_front(
     port = next(ports)
     if arrangement.front is Front.ROUTER:
         return _plan_router(arrangement, tuple(engines), plan, port, python)
-    spec = {
-        "mode": arrangement.mode,
-        "port": port,
-        "first_byte_timeout_s": plan.first_token_timeout_s,
-        **{
-            str(role): [f"{engine.url},{engine.side_address}" for engine in engines if engine.role is role]
-            for role in (Role.PREFILL, Role.DECODE)
-        },
+    knobs = {"first_byte_timeout_s": plan.first_token_timeout_s, "is_logging_requests": False}
+    return plan_proxy(arrangement.mode, engines, port, python, knobs)
+
+
+def plan_proxy(
+    mode: str, engines: Sequence[ProcessPlan], port: int, python: str, knobs: Mapping[str, object]
+) -> ProcessPlan:
+    """A proxy in front of ``engines``. ``knobs``: of the router, as far as the proxy has them."""
+    addresses = {
+        str(role): [f"{engine.url},{engine.side_address}" for engine in engines if engine.role is role]
+        for role in (Role.PREFILL, Role.DECODE)
     }
-    argv = (python, "-m", "kvshuttle", "bench-proxy", json.dumps(spec))
+    argv = (python, "-m", "kvshuttle", "bench-proxy", json.dumps({"mode": mode, "port": port, **knobs, **addresses}))
     return ProcessPlan("proxy", Role.ROUTER, argv, {}, LOOPBACK, port)
 
 

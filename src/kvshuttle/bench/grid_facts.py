@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.grid_plan import Prompts
+from kvshuttle.bench.markdown import machine_rows
 from kvshuttle.bench.sections import Section
 
 if TYPE_CHECKING:
@@ -16,11 +17,8 @@ def facts_section(results: GridResults) -> Section:
     plan, facts = results.plan, results.facts
     profile = facts["profile"]
     geometry = profile["geometry"]
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     rows = [
-        ("Machine", f"{facts['cpu']}, {facts['cores']} cores, {facts['memory']}, Linux {facts['kernel']}"),
-        ("Versions", f"kvshuttle {facts['kvshuttle']} at {facts['commit'] or 'no commit'}, {packages}"),
-        ("Date", facts["date"]),
+        *machine_rows(facts),
         (
             "Accelerator",
             f"emulated: {profile['name']}; every duration times {plan.time_scale:g}. All times in this report are of"

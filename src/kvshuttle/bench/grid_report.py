@@ -13,8 +13,8 @@ from kvshuttle.bench.grid_facts import facts_section
 from kvshuttle.bench.grid_figures import drift, fairness
 from kvshuttle.bench.grid_records import NOT_KNOWN, Served, StepPace
 from kvshuttle.bench.grid_results import GridResults, load_grid, point_of
-from kvshuttle.bench.run_files import PAGE_FILE, REPORT_FILE
-from kvshuttle.bench.sections import Section, as_markdown, as_page
+from kvshuttle.bench.markdown import NOTHING
+from kvshuttle.bench.sections import Section, write_sections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,17 +25,11 @@ if TYPE_CHECKING:
     from kvshuttle.bench.grid_results import Point
 
 TITLE = "Load on disaggregated engines, by connector"
-_NOTHING = "-"
-"""Stands where nothing was measured."""
 
 
 def write_grid_report(directory: Path) -> Path:
     """Write Markdown and page beside the records and return the page's path. Raises like ``load_grid``."""
-    sections = report_sections(load_grid(directory))
-    (directory / REPORT_FILE).write_text(as_markdown(TITLE, sections))
-    page = directory / PAGE_FILE
-    page.write_text(as_page(TITLE, sections, STYLES))
-    return page
+    return write_sections(directory, TITLE, report_sections(load_grid(directory)), STYLES)
 
 
 def report_sections(results: GridResults) -> list[Section]:
@@ -61,7 +55,7 @@ def report_sections(results: GridResults) -> list[Section]:
 def _latency(results: GridResults, title: str, name: str, value_s: Callable[[Served], float]) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         values_ms = [value_s(request) * 1000 for request in results.served(system, point)]
-        return " / ".join(f"{percentile(values_ms, part):,.1f}" for part in (50, 90, 99)) if values_ms else _NOTHING
+        return " / ".join(f"{percentile(values_ms, part):,.1f}" for part in (50, 90, 99)) if values_ms else NOTHING
 
     return Section(
         title,
@@ -81,7 +75,7 @@ def _spread(results: GridResults) -> Section | None:
     def text(system: GridSystem, point: Point) -> str:
         runs = [record.served for record in results.runs(system, point) if record.served]
         if len(runs) < 2:
-            return _NOTHING
+            return NOTHING
         parts = []
         for name in ("ttft_s", "tpot_s"):
             medians_ms = [median([getattr(request, name) * 1000 for request in run]) for run in runs]
@@ -96,7 +90,7 @@ def _gaps(results: GridResults) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         gaps_ms = [gap_s * 1000 for gap_s in results.gaps_s(system, [point])]
         if not gaps_ms:
-            return _NOTHING
+            return NOTHING
         return f"{median(gaps_ms):.1f} ({percentile(gaps_ms, 10):.1f} to {percentile(gaps_ms, 90):.1f})"
 
     return Section(
@@ -113,7 +107,7 @@ def _gaps(results: GridResults) -> Section:
 def _stages(results: GridResults) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         means_ms = stage_means_ms(results.served(system, point))
-        return " + ".join(f"{mean_ms:,.0f}" for mean_ms in means_ms) if means_ms else _NOTHING
+        return " + ".join(f"{mean_ms:,.0f}" for mean_ms in means_ms) if means_ms else NOTHING
 
     return Section(
         "Where the first token's time goes",
@@ -131,7 +125,7 @@ def _pace(results: GridResults) -> Section:
         runs = results.runs(system, point)
         quiet, moving = (_sum([getattr(run, name) for run in runs]) for name in ("quiet", "moving"))
         if not quiet.num_steps or not moving.num_steps:
-            return f"{(quiet.ratio or moving.ratio):.2f}" if quiet.num_steps + moving.num_steps else _NOTHING
+            return f"{(quiet.ratio or moving.ratio):.2f}" if quiet.num_steps + moving.num_steps else NOTHING
         return f"{moving.ratio:.2f} / {quiet.ratio:.2f} = {moving.ratio / quiet.ratio:.2f}"
 
     return Section(
@@ -169,7 +163,7 @@ def _engine_text(requests: Sequence[Served]) -> str:
     if not requests:
         return "0"
     gaps_ms = [request.gap_s * 1000 for request in requests if request.gap_s != NOT_KNOWN]
-    gap_text = f"{median(gaps_ms):.0f}" if gaps_ms else _NOTHING
+    gap_text = f"{median(gaps_ms):.0f}" if gaps_ms else NOTHING
     return f"{len(requests)}; {median([request.ttft_s for request in requests]) * 1000:,.0f}; {gap_text}"
 
 
@@ -182,7 +176,7 @@ def _keeping_up(results: GridResults) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         runs = [run for run in results.runs(system, point) if run.duration_s]
         if not runs:
-            return _NOTHING
+            return NOTHING
         scale = results.plan.time_scale
         answered = fmean([len(run.served) / run.duration_s * scale for run in runs])
         return f"{answered:.2f}; {fmean([drift(run.served) for run in runs]):.2f}"
@@ -200,7 +194,7 @@ def _front(results: GridResults) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         runs = [run for run in results.runs(system, point) if run.front_cpu_s != NOT_KNOWN and run.requests]
         costs_ms = [run.front_cpu_s / len(run.requests) * 1000 for run in runs]
-        return f"{fmean(costs_ms):.1f}" if costs_ms else _NOTHING
+        return f"{fmean(costs_ms):.1f}" if costs_ms else NOTHING
 
     return Section(
         "What stands in front",
@@ -215,7 +209,7 @@ def _machine(results: GridResults) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         runs = [run for run in results.runs(system, point) if run.busy_cores != NOT_KNOWN]
         if not runs:
-            return _NOTHING
+            return NOTHING
         return f"{fmean([run.busy_cores for run in runs]):.2f}; {max(run.load_average for run in runs):.1f}"
 
     return Section(

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from kvshuttle.bench.kept_handles import RETAINED_METRIC
 from kvshuttle.bench.turns_records import MemoryRecord
 from kvshuttle.clock import now_s
 from kvshuttle.errors import PeerUnreachable
@@ -22,12 +23,13 @@ _EVERY_S = 1.0
 class MemoryWatch:
     """Looks once a second, and for a last time at its end. ``records`` may be read when it has ended.
 
-    ``began_at_s``: from when on looks are dated.
+    ``keeper_url``: who publishes ``kvshuttle:retained_blocks``. ``began_at_s``: from when on looks are dated.
     """
 
     cell: str
     prefill: ProcessPlan
     decode: ProcessPlan
+    keeper_url: str
     began_at_s: float
     records: list[MemoryRecord] = field(default_factory=list)
     _is_over: threading.Event = field(default_factory=threading.Event)
@@ -54,10 +56,11 @@ class MemoryWatch:
 
     def _look(self) -> MemoryRecord:
         prefill, decode = fetch_metrics(self.prefill.url), fetch_metrics(self.decode.url)
+        keeper = decode if self.keeper_url == self.decode.url else fetch_metrics(self.keeper_url)
         return MemoryRecord(
             self.cell,
             at_s=now_s() - self.began_at_s,
-            retained_blocks=int(total_of(decode, "kvshuttle:retained_blocks")),
+            retained_blocks=int(total_of(keeper, RETAINED_METRIC)),
             held_blocks=int(total_of(prefill, "kvshuttle:held_blocks")),
             prefill_usage=total_of(prefill, "vllm:kv_cache_usage_perc"),
             decode_usage=total_of(decode, "vllm:kv_cache_usage_perc"),

@@ -40,7 +40,7 @@ class Plan(Protocol):
 
 P = TypeVar("P", bound=Plan)
 
-OPTION_NAMES = {"systems": "system", "modes": "mode", "is_quiet_wait": "quiet-wait"}
+OPTION_NAMES = {"systems": "system", "modes": "mode", "clients": "client", "is_quiet_wait": "quiet-wait"}
 """Of knobs whose options have other names."""
 _BENCHMARK_KEY = "benchmark"
 

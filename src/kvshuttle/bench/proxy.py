@@ -8,6 +8,8 @@ placement by load, retries, metrics. Engines take turns. A leg that fails fails 
 
     pull    prefill leg ── its answer's kv_transfer_params ── decode leg ── stream
     push    prefill leg and decode leg at once, under one x-request-id ──── stream
+    both    as pull, and the answer's kv_transfer_params are the next turn's on the prefill leg: vLLM's bidirectional
+            transfer. Answers that are not streamed only, of conversations that the client names by a header
     alone   decode leg only: what the proxy itself costs
 """
 
@@ -16,35 +18,44 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import signal
 from contextlib import closing
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import uvloop
 
+from kvshuttle.bench.kept_handles import KeptHandles
 from kvshuttle.bench.upstream_params import upstream_prefill_params, upstream_push_params
+from kvshuttle.clock import now_s
 from kvshuttle.config import EngineRole, RouterConfig
 from kvshuttle.errors import ConfigError, RequestError
 from kvshuttle.ids import mint
+from kvshuttle.router.conversations import NAME_HEADERS
 from kvshuttle.router.engine_client import EnginePool, PoolLimits
 from kvshuttle.router.exchange import FailureReason, LegError
 from kvshuttle.router.http_server import HttpServer
 from kvshuttle.router.http_text import engine_request, for_client, for_engine
 from kvshuttle.router.main import settle_process
-from kvshuttle.router.openai import Endpoint, decode_body, error_body, parse_request, prefill_body
+from kvshuttle.router.openai import Endpoint, decode_body, error_body, parse_request, prefill_body, scrub_answer
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping
 
     from kvshuttle.config import EngineSpec
-    from kvshuttle.router.exchange import Exchange
+    from kvshuttle.router.exchange import Exchange, ResponseHead
     from kvshuttle.router.http_server import Responder
-    from kvshuttle.router.http_text import Request
+    from kvshuttle.router.http_text import Headers, Request
     from kvshuttle.router.openai import InferenceRequest
 
+logger = logging.getLogger("kvshuttle.router.requests")
+"""Lines as the router's own, so that they are read alike."""
+
 _JSON = (b"content-type", b"application/json")
+_TEXT = (b"content-type", b"text/plain; version=0.0.4")
 _STREAM_TIMEOUT_S = 900.0
 _DRAIN_S = 1.0
 
@@ -54,7 +65,23 @@ class ProxyMode(StrEnum):
 
     PULL = "pull"
     PUSH = "push"
+    BOTH = "both"
+    """Pull from P to D, and in the next turn from D to P."""
     ALONE = "alone"
+
+
+@dataclass(slots=True)
+class _Line:
+    """What is logged of a request, under the names that the router has for it."""
+
+    request_id: str
+    mode: str
+    history: str = ""
+    num_cached_tokens: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    def text(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
 
 class _Legs:
@@ -64,21 +91,35 @@ class _Legs:
         self, request: Request, parsed: InferenceRequest, pools: Mapping[str, EnginePool], first_byte_timeout_s: float
     ) -> None:
         self.request_id = mint("bench")
+        given = request.header(b"x-request-id")
+        self.name = given.decode("latin-1") if given else self.request_id
+        """What the client calls the request, for its answer and the log; legs have a fresh id."""
+        self.num_cached_tokens = 0
         self._first_byte_timeout_s = first_byte_timeout_s
         self._parsed = parsed
         self._path = parsed.endpoint.value.encode()
         self._headers = for_engine(request.headers) + b"x-request-id: %b\r\n" % self.request_id.encode()
         self._pools = pools
 
-    async def prefill(self, engine: EngineSpec) -> dict[str, Any]:
-        """The prefill leg, to its end. Returns the answer's ``kv_transfer_params``. Raises ``LegError``."""
-        body = prefill_body(self._parsed, upstream_prefill_params())
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the client wants a stream."""
+        return bool(self._parsed.fields.get("stream"))
+
+    async def prefill(self, engine: EngineSpec, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The prefill leg, to its end. Returns the answer's ``kv_transfer_params``. Raises ``LegError``.
+
+        ``kept``: where a decode engine has the conversation's history.
+        """
+        body = prefill_body(self._parsed, upstream_prefill_params() if kept is None else kept)
         with closing(await self._send(engine, body)) as exchange:
             head = await exchange.read_head()
             answer = await exchange.read_all()
         if head.status != 200:
             raise LegError(FailureReason.STATUS, answer[:200].decode(errors="replace"), status=head.status)
-        params = orjson.loads(answer).get("kv_transfer_params")
+        fields = orjson.loads(answer)
+        self.num_cached_tokens = _cached_tokens(fields)
+        params = fields.get("kv_transfer_params")
         if not isinstance(params, dict):
             raise LegError(FailureReason.MALFORMED, "the prefill engine's answer has no kv_transfer_params")
         return params
@@ -88,16 +129,29 @@ class _Legs:
         with closing(await self._send(engine, decode_body(self._parsed, params))) as exchange:
             head = await exchange.read_head()
             if head.is_until_close or head.header(b"content-length"):
-                responder.send(head.status, for_client(head.headers), await exchange.read_all())
+                responder.send(head.status, self._for_client(head), await exchange.read_all())
                 return
             # Engines send their head at once; only data says that they have begun.
             beginning = await exchange.read_some()
             exchange.set_deadline(_STREAM_TIMEOUT_S, "stream")
-            responder.start(head.status, for_client(head.headers), beginning)
+            responder.start(head.status, self._for_client(head), beginning)
             responder.watch_flow(exchange.pause, exchange.resume)
             await exchange.forward(responder.write)
             responder.watch_flow(None, None)
             responder.finish()
+
+    async def decode_whole(self, engine: EngineSpec, params: dict[str, Any], responder: Responder) -> object:
+        """The decode leg of an answer that is not streamed. Returns its ``kv_transfer_params``. Raises ``LegError``."""
+        with closing(await self._send(engine, decode_body(self._parsed, params))) as exchange:
+            # The head comes with the answer, so when it is whole.
+            exchange.set_deadline(_STREAM_TIMEOUT_S, "answer")
+            head = await exchange.read_head()
+            answer = await exchange.read_all()
+        responder.send(head.status, self._for_client(head), scrub_answer(answer))
+        return orjson.loads(answer).get("kv_transfer_params") if head.status == 200 else None
+
+    def _for_client(self, head: ResponseHead) -> Headers:
+        return [*for_client(head.headers), (b"x-request-id", self.name.encode("latin-1"))]
 
     async def _send(self, engine: EngineSpec, body: bytes) -> Exchange:
         pool = self._pools[engine.name]
@@ -117,6 +171,8 @@ class Proxy:
             max_response_bytes=config.max_response_bytes,
         )
         self._mode = mode
+        self._is_logging = config.is_logging_requests
+        self._handles = KeptHandles()
         self._first_byte_timeout_s = config.first_byte_timeout_s
         self._pools = {engine.name: EnginePool(engine.host, engine.port, None, limits) for engine in config.engines}
         self._prefills, self._decodes = (_turns(config, role) for role in (EngineRole.PREFILL, EngineRole.DECODE))
@@ -136,6 +192,9 @@ class Proxy:
         if request.path == b"/health":
             responder.send(200, [_JSON], b"{}")
             return
+        if request.path == b"/metrics":
+            responder.send(200, [_TEXT], self._handles.metrics_text().encode())
+            return
         try:
             parsed = parse_request(Endpoint(request.path.decode("latin-1")), request.body)
         except ValueError:
@@ -144,22 +203,58 @@ class Proxy:
         except RequestError as error:
             responder.send(400, [_JSON], error_body(str(error), status=400, kind="BadRequestError"))
             return
+        legs = _Legs(request, parsed, self._pools, self._first_byte_timeout_s)
+        line = _Line(legs.name, self._mode)
+        began_at_s = now_s()
         try:
-            await self._serve(_Legs(request, parsed, self._pools, self._first_byte_timeout_s), responder)
+            await self._serve(legs, _name_in(request), responder, line)
+        except RequestError as error:
+            responder.send(400, [_JSON], error_body(str(error), status=400, kind="BadRequestError"))
         except LegError as error:
             _fail(responder, error)
+        line.stages_s["total"] = now_s() - began_at_s
+        line.num_cached_tokens = legs.num_cached_tokens
+        if self._is_logging:
+            logger.info("%s", line.text())
 
-    async def _serve(self, legs: _Legs, responder: Responder) -> None:
+    async def _serve(self, legs: _Legs, name: str, responder: Responder, line: _Line) -> None:
         decode = next(self._decodes)
         if self._mode is ProxyMode.ALONE:
             await legs.decode(decode, None, responder)
             return
         prefill = next(self._prefills)
-        if self._mode is ProxyMode.PULL:
-            await legs.decode(decode, await legs.prefill(prefill), responder)
+        if self._mode is ProxyMode.PUSH:
+            params = upstream_push_params(legs.request_id, prefill.name, prefill.side_address)
+            await _both(legs.prefill(prefill), legs.decode(decode, params, responder))
             return
-        params = upstream_push_params(legs.request_id, prefill.name, prefill.side_address)
-        await _both(legs.prefill(prefill), legs.decode(decode, params, responder))
+        if self._mode is ProxyMode.BOTH:
+            _check_turn(legs, name)
+        kept = self._handles.peek(name) if self._mode is ProxyMode.BOTH else None
+        line.history = "none" if kept is None else "given"
+        began_at_s = now_s()
+        params = await legs.prefill(prefill, kept)
+        line.stages_s["prefill"] = now_s() - began_at_s
+        if self._mode is ProxyMode.PULL:
+            await legs.decode(decode, params, responder)
+            return
+        self._handles.drop(name)
+        self._handles.keep(name, await legs.decode_whole(decode, params, responder))
+
+
+def _name_in(request: Request) -> str:
+    """What the client calls the conversation, by the headers that our router takes, too."""
+    values = (request.header(header) for header in NAME_HEADERS)
+    return next((value.decode("latin-1") for value in values if value), "")
+
+
+def _check_turn(legs: _Legs, name: str) -> None:
+    """Raise ``RequestError`` for what cannot have a next turn."""
+    if not name:
+        raise RequestError(
+            f"header {NAME_HEADERS[0].decode()}: the conversation's name, since nothing else tells it here"
+        )
+    if legs.is_streamed:
+        raise RequestError("stream: false, since vLLM's streams do not say where the history is kept")
 
 
 async def _both(*legs: Coroutine[Any, Any, object]) -> None:
@@ -171,6 +266,13 @@ async def _both(*legs: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cached_tokens(answer: dict[str, Any]) -> int:
+    """Tokens of the prompt that an engine did not compute, as far as its answer says."""
+    usage = answer.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
 
 
 def _turns(config: RouterConfig, role: EngineRole) -> Iterator[EngineSpec]:

@@ -1,4 +1,4 @@
-"""A report as sections, written as Markdown or as one HTML page that needs nothing else. Pure."""
+"""A report as sections, as Markdown and as one HTML page that needs nothing else. Pure but for ``write_sections``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from kvshuttle.bench.markdown import table
+from kvshuttle.bench.run_files import PAGE_FILE, REPORT_FILE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,14 @@ class Section:
     """Names by style."""
 
 
+def write_sections(directory: Path, title: str, sections: Sequence[Section], styles: Mapping[str, str]) -> Path:
+    """Write Markdown and page into a run's directory; returns the page's path."""
+    (directory / REPORT_FILE).write_text(as_markdown(title, sections))
+    page = directory / PAGE_FILE
+    page.write_text(as_page(title, sections, styles))
+    return page
+
+
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
     """The whole report without its charts."""
     parts = [f"# {title}"]
@@ -30,8 +42,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
         parts.append(f"## {section.title}")
         parts.append(section.text)
         if section.rows:
-            lines = (section.heads, ["---"] * len(section.heads), *section.rows)
-            parts.append("\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines))
+            parts.append(table(section.heads, [[cell.replace("|", "/") for cell in row] for row in section.rows]))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -85,7 +96,8 @@ svg .grid{stroke:light-dark(#e4e7eb,#2a3036);stroke-width:1}
 svg .line{fill:none;stroke:var(--c);stroke-width:2}
 svg .mark{fill:var(--c)}
 svg .whisker{stroke:var(--c);stroke-width:1.5}
-svg [class$="-quiet"]{stroke-dasharray:5 3}
+svg [class$="-quiet"],svg [class$="-anew"]{stroke-dasharray:5 3}
+svg [class$="-larger"]{stroke-dasharray:2 3}
 .part0{--c:#8a94a3;fill:var(--c)}
 .part1{--c:#2f6fd0;fill:var(--c)}
 .part2{--c:#d9480f;fill:var(--c)}

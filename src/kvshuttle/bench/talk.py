@@ -1,4 +1,4 @@
-"""A conversation as its client has it: the unmodified OpenAI client, streamed answers, the whole history each time."""
+"""A conversation as its client has it: the unmodified OpenAI client, which sends the whole history each time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from kvshuttle.emulate.model_dir import WRONG_KV_TEXT
 from kvshuttle.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvshuttle.bench.texts import Writer
     from kvshuttle.bench.turns_plan import TurnsPlan
 
 API_KEY = "bench"
 """What the client shows; conversations belong to whoever shows the same."""
+CONVERSATION_HEADER = "x-conversation-id"
+"""By which a client may name its conversation, for routers that do not recognise it."""
 _TIMEOUT_S = 600.0
 
 Messages = list[dict[str, str]]
@@ -31,7 +33,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``request_id`` and ``conversation``: what the router calls them."""
+    """``request_id`` and ``conversation``: what the router calls them. ``ttft_s``: -1 for an answer not streamed."""
 
     text: str
     prompt_tokens: int
@@ -45,60 +47,79 @@ class Answer:
 class Client:
     """Asks one server. ``salt``: engines find nothing in their caches that was left under another one.
 
+    ``is_streaming``: how answers are asked for. ``conversation``: what a header calls the conversation, "" for none.
     Raises ``ConfigError`` when the package ``openai`` is not here.
     """
 
-    def __init__(self, url: str, model: str, *, salt: str) -> None:
+    def __init__(self, url: str, model: str, *, salt: str, is_streaming: bool = True, conversation: str = "") -> None:
         try:
             import openai
         except ImportError as error:
             raise ConfigError("bench turns: it takes the package openai, which comes with vLLM") from error
         self._openai = openai
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=_TIMEOUT_S)
+        self._is_streaming = is_streaming
+        self._headers = {CONVERSATION_HEADER: conversation} if conversation else {}
         self._model = model
         self._salt = salt
 
     def ask(self, messages: Messages, *, max_tokens: int) -> Answer:
         """One turn at temperature 0. Raises ``TransportError`` when no whole answer comes."""
+        common = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "extra_headers": self._headers,
+            "extra_body": {"cache_salt": self._salt},
+        }
+        try:
+            return self._ask_streamed(common) if self._is_streaming else self._ask_whole(common)
+        except self._openai.OpenAIError as error:
+            raise TransportError(f"{type(error).__name__}: {error}") from error
+
+    def _ask_streamed(self, common: dict[str, Any]) -> Answer:
         started_at_s = now_s()
         first_at_s = None
         pieces: list[str] = []
         usage: Any = None
-        try:
-            stream = self._client.chat.completions.create(
-                model=self._model,
-                messages=messages,
-                max_tokens=max_tokens,
-                temperature=0,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"cache_salt": self._salt},
-            )
-            for chunk in stream:
-                usage = chunk.usage or usage
-                piece = chunk.choices[0].delta.content if chunk.choices else None
-                if piece:
-                    first_at_s = first_at_s or now_s()
-                    pieces.append(piece)
-        except self._openai.OpenAIError as error:
-            raise TransportError(f"{type(error).__name__}: {error}") from error
+        stream = self._client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True})
+        for chunk in stream:
+            usage = chunk.usage or usage
+            piece = chunk.choices[0].delta.content if chunk.choices else None
+            if piece:
+                first_at_s = first_at_s or now_s()
+                pieces.append(piece)
         if usage is None:
             raise TransportError("the answer broke off")
         ended_at_s = now_s()
-        headers = stream.response.headers
-        return Answer(
-            text="".join(pieces),
-            prompt_tokens=usage.prompt_tokens,
-            answer_tokens=usage.completion_tokens,
-            ttft_s=(first_at_s or ended_at_s) - started_at_s,
-            total_s=ended_at_s - started_at_s,
-            request_id=headers.get("x-request-id", ""),
-            conversation=headers.get("x-kvshuttle-conversation", ""),
-        )
+        ttft_s = (first_at_s or ended_at_s) - started_at_s
+        return _answer("".join(pieces), usage, (ttft_s, ended_at_s - started_at_s), stream.response.headers)
+
+    def _ask_whole(self, common: dict[str, Any]) -> Answer:
+        started_at_s = now_s()
+        raw = self._client.chat.completions.with_raw_response.create(**common, stream=False)
+        completion = raw.parse()
+        total_s = now_s() - started_at_s
+        if not completion.choices or completion.usage is None:
+            raise TransportError("the answer has no text, or no usage")
+        return _answer(completion.choices[0].message.content or "", completion.usage, (-1.0, total_s), raw.headers)
 
     def close(self) -> None:
         """Close its connections."""
         self._client.close()
+
+
+def _answer(text: str, usage: Any, times_s: tuple[float, float], headers: Mapping[str, str]) -> Answer:
+    return Answer(
+        text=text,
+        prompt_tokens=usage.prompt_tokens,
+        answer_tokens=usage.completion_tokens,
+        ttft_s=times_s[0],
+        total_s=times_s[1],
+        request_id=headers.get("x-request-id", ""),
+        conversation=headers.get("x-kvshuttle-conversation", ""),
+    )
 
 
 @dataclass(slots=True)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvshuttle.bench.turns_plan import PrefillCache
+import msgspec
+
+from kvshuttle.bench.turns_plan import PrefillCache, TurnsSystem
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone
 
 if TYPE_CHECKING:
@@ -70,6 +72,16 @@ class TurnsResults:
         return median(mine) / median(others) if mine and others and median(others) > 0 else None
 
 
+def ttft_s(record: TurnRecord) -> float | None:
+    """Time to the first text, where the client could see it."""
+    return record.ttft_s if record.ttft_s >= 0 else None
+
+
+def total_s(record: TurnRecord) -> float | None:
+    """Time to the end of the answer."""
+    return record.total_s
+
+
 def prefill_s(record: TurnRecord) -> float | None:
     """Time of the prefill leg, where it was answered in time."""
     return record.prefill_s if record.prefill_s >= 0 else None
@@ -83,8 +95,17 @@ def peak_retained_blocks(records: Sequence[Record], cell_names: set[str]) -> int
 
 def kept_beside_cache(plan: TurnsPlan, records: Sequence[Record]) -> int:
     """Blocks that D kept at most where P's prefix cache was on: what P gets instead where it gets more memory."""
-    names = {cell.name for cell in plan.cells if cell.is_reusing and cell.prefill_cache is PrefillCache.ON}
+    names = {
+        cell.name
+        for cell in plan.cells
+        if cell.is_reusing and cell.prefill_cache is PrefillCache.ON and cell.system is TurnsSystem.SHUTTLE
+    }
     return peak_retained_blocks(records, names)
+
+
+def looks_since(looks: Sequence[MemoryRecord], start_s: float) -> list[MemoryRecord]:
+    """Looks dated from ``start_s`` on; those before it are left out."""
+    return [msgspec.structs.replace(look, at_s=look.at_s - start_s) for look in looks if look.at_s >= start_s]
 
 
 def over_time(looks: Sequence[MemoryRecord], num_parts: int) -> list[int]:

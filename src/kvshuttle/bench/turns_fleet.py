@@ -1,4 +1,4 @@
-"""What conversations are held with: a real or an emulated model, a pair of engines, and a router for each cell."""
+"""What conversations are held with: a real or an emulated model, a pair of engines, and what stands in front."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, emulation_args
+from kvshuttle.bench.fleets import plan_proxy
+from kvshuttle.bench.proxy import ProxyMode
+from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, Progress, emulation_args
 from kvshuttle.bench.texts import emulated_words, prose
-from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache
+from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsSystem
 from kvshuttle.config import LauncherConfig, ModeChoice
 from kvshuttle.emulate.model_dir import write_model_dir
 from kvshuttle.emulate.profile import Profile, load_profile
@@ -20,11 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvshuttle.bench.texts import Writer
-    from kvshuttle.bench.turns_plan import TurnsCell, TurnsPlan
+    from kvshuttle.bench.turns_plan import EngineSetting, TurnsCell, TurnsPlan
     from kvshuttle.launcher.plan import ProcessPlan
 
 _MODEL_LEN_KEY = "max_position_embeddings"
 _MAX_NUM_SEQS = 32
+_FIRST_BYTE_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,17 @@ class Host:
 
 
 def plan_pair_of_turns(
-    subject: Subject, plan: TurnsPlan, prefill_cache: PrefillCache, prefill_blocks: int, host: Host
+    subject: Subject, plan: TurnsPlan, setting: EngineSetting, prefill_blocks: int, host: Host
 ) -> FleetPlan:
-    """P and D without a router. ``prefill_blocks``: P's pool."""
+    """P and D without anything in front. ``prefill_blocks``: P's pool."""
+    is_ours = setting.system is TurnsSystem.SHUTTLE
     shared = (
         "--block-size", str(BLOCK_SIZE_TOKENS),
         "--max-num-batched-tokens", str(plan.chunk_tokens),
         "--max-num-seqs", str(_MAX_NUM_SEQS),
-        *subject.args,
+        *(subject.args if is_ours else emulation_args(progress=Progress.PACED)),
     )  # fmt: skip
-    caching = () if prefill_cache is not PrefillCache.OFF else ("--no-enable-prefix-caching",)
+    caching = () if setting.prefill_cache is not PrefillCache.OFF else ("--no-enable-prefix-caching",)
     decode_blocks = plan.pool_blocks(plan.decode_pool_tokens)
     settings = [
         EngineSettings("prefill-0", Role.PREFILL, (*shared, *_pool_args(prefill_blocks), *caching)),
@@ -88,16 +92,41 @@ def plan_pair_of_turns(
     ]
     engines = plan_engines(settings, _launcher(subject, plan), subject.model, host.machine, host.ports, host.python)
     engines = tuple(replace(engine, env={**engine.env, **subject.env}) for engine in engines)
+    if not is_ours:
+        engines = tuple(_with_upstream_connector(engine, setting) for engine in engines)
     return FleetPlan(subject.name, engines)
 
 
-def plan_router_of_turns(
+def plan_front_of_turns(
     subject: Subject, plan: TurnsPlan, cell: TurnsCell, engines: tuple[ProcessPlan, ...], host: Host
 ) -> FleetPlan:
-    """A router for ``cell``, alone."""
+    """What stands in front of ``engines`` in ``cell``, alone: our router, or the proxy."""
+    port = next(host.ports)
+    if cell.system is TurnsSystem.UPSTREAM:
+        mode = ProxyMode.BOTH if cell.is_reusing else ProxyMode.PULL
+        proxy = plan_proxy(mode, engines, port, host.python, {"first_byte_timeout_s": _FIRST_BYTE_TIMEOUT_S})
+        return FleetPlan(subject.name, (), proxy)
     args = () if cell.is_reusing else ("--no-reuse-history",)
     config = replace(_launcher(subject, plan), mode=ModeChoice(cell.mode), router_args=args)
-    return FleetPlan(subject.name, (), plan_router(engines, config, next(host.ports), host.python))
+    return FleetPlan(subject.name, (), plan_router(engines, config, port, host.python))
+
+
+def _with_upstream_connector(engine: ProcessPlan, setting: EngineSetting) -> ProcessPlan:
+    """The same engine with vLLM's connector in the place of ours, and the same port for its side channel."""
+    host, _, port = engine.side_address.rpartition(":")
+    values = {
+        "kv_connector": "NixlConnector",
+        # With roles of their own, P would not delay the freeing of blocks that it reads into.
+        "kv_role": "kv_both",
+        "engine_id": engine.name,
+        # By its default, a turn fails whose history is not kept any more.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"bidirectional_kv_xfer": setting.is_both_ways},
+    }
+    at = engine.argv.index("--kv-transfer-config") + 1
+    argv = (*engine.argv[:at], json.dumps(values), *engine.argv[at + 1 :])
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+    return replace(engine, argv=argv, env={**engine.env, **env})
 
 
 def _launcher(subject: Subject, plan: TurnsPlan) -> LauncherConfig:

@@ -42,6 +42,51 @@ class PrefillCache(StrEnum):
     """The same, and its KV memory larger by what D kept when history was reused; it is not reused here."""
 
 
+class TurnsSystem(StrEnum):
+    """Whose connector, and what stands in front of the engines."""
+
+    SHUTTLE = "shuttle"
+    """Ours, behind our router."""
+    UPSTREAM = "upstream-pull-paced"
+    """vLLM's NixlConnector behind the benchmark's proxy; bidirectional where history is reused."""
+
+
+class Answers(StrEnum):
+    """How answers come."""
+
+    STREAMED = "streamed"
+    WHOLE = "whole"
+    """All at once; the client cannot tell when the first token was there."""
+
+
+class ClientName(StrEnum):
+    """Who holds the conversations."""
+
+    OPENAI = "openai"
+    """The unmodified OpenAI client, which names no conversation where our router is in front."""
+    AIPERF = "aiperf"
+    """A load generator made by others, which names them by a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """What makes engines different: cells with the same setting are served by the same ones.
+
+    ``is_both_ways``: vLLM's connector keeps history on D. ``only_for``: names the one cell that has them to itself.
+    """
+
+    prefill_cache: PrefillCache
+    system: TurnsSystem = TurnsSystem.SHUTTLE
+    is_both_ways: bool = False
+    only_for: str = ""
+
+    @property
+    def name(self) -> str:
+        """For directories."""
+        ours = f"cache-{self.prefill_cache}"
+        return ours if self.system is TurnsSystem.SHUTTLE else self.only_for or f"{self.system}-{ours}"
+
+
 @dataclass(frozen=True, slots=True)
 class TurnsCell:
     """One way to serve the conversations."""
@@ -49,18 +94,43 @@ class TurnsCell:
     mode: Mode
     prefill_cache: PrefillCache
     is_reusing: bool
+    system: TurnsSystem = TurnsSystem.SHUTTLE
+    answers: Answers = Answers.STREAMED
+    client: ClientName = ClientName.OPENAI
 
     @property
     def name(self) -> str:
         """For records, file names and salts."""
-        return f"{self.mode}-cache-{self.prefill_cache}-reuse-{Switch.ON if self.is_reusing else Switch.OFF}"
+        way = str(self.mode) if self.system is TurnsSystem.SHUTTLE else str(self.system)
+        is_plain = self.answers is Answers.STREAMED or self.system is TurnsSystem.UPSTREAM
+        end = "" if is_plain else f"-{self.answers}"
+        end += "" if self.client is ClientName.OPENAI else f"-{self.client}"
+        return f"{way}-cache-{self.prefill_cache}-reuse-{Switch.ON if self.is_reusing else Switch.OFF}{end}"
+
+    @property
+    def engines(self) -> EngineSetting:
+        """What its engines are started with."""
+        # What vLLM's connector keeps on D after a last turn stays there until its time is over.
+        is_both_ways = self.is_reusing and self.system is TurnsSystem.UPSTREAM
+        return EngineSetting(self.prefill_cache, self.system, is_both_ways, self.name if is_both_ways else "")
 
     @property
     def text(self) -> str:
         """For people."""
         caches = {PrefillCache.LARGER: "on, and more memory"}
         cache = caches.get(self.prefill_cache, str(self.prefill_cache))
-        return f"{self.mode}, P's cache {cache}, reuse {'on' if self.is_reusing else 'off'}"
+        return f"{self.way}, P's cache {cache}, reuse {'on' if self.is_reusing else 'off'}"
+
+    @property
+    def way(self) -> str:
+        """For people: what it has in common with the cells that it stands beside in tables."""
+        return self.served if self.client is ClientName.OPENAI else f"{self.served}, by {self.client}"
+
+    @property
+    def served(self) -> str:
+        """For people: how answers come about, whoever asks."""
+        way = str(self.mode) if self.system is TurnsSystem.SHUTTLE else f"vLLM's {self.mode}"
+        return way if self.answers is Answers.STREAMED else f"{way}, not streamed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +142,9 @@ class TurnsPlan:
         "reuse": tuple(Switch),
         "prefill_cache": tuple(PrefillCache),
         "modes": (Mode.PUSH, Mode.PULL),
+        "systems": tuple(TurnsSystem),
+        "answers": tuple(Answers),
+        "clients": tuple(ClientName),
     }
 
     model: str = "smollm2"
@@ -89,7 +162,13 @@ class TurnsPlan:
     prefill_cache: tuple[str, ...] = (PrefillCache.OFF, PrefillCache.ON)
     """P's prefix cache: ``off``, ``on``, or ``larger``: on, and P has the memory that D keeps for reuse besides."""
     modes: tuple[str, ...] = (Mode.PUSH,)
-    """How KV is handed off: ``push``, ``pull``."""
+    """How KV is handed off by ours: ``push``, ``pull``."""
+    systems: tuple[str, ...] = (TurnsSystem.SHUTTLE,)
+    """Whose connector: ``shuttle``, or with ``--profile`` vLLM's, ``upstream-pull-paced``, bidirectional with reuse."""
+    answers: tuple[str, ...] = (Answers.STREAMED,)
+    """How ours answers: ``streamed``, ``whole``. vLLM's always answers whole, since its streams reuse nothing."""
+    clients: tuple[str, ...] = (ClientName.OPENAI,)
+    """Who asks: ``openai``, OpenAI's client; ``aiperf``, a load generator, installed into the cache when needed."""
     conversations: int = 1
     """Conversations at a time. Each waits for its answer before it goes on."""
     turns: int = 10
@@ -140,10 +219,15 @@ class TurnsPlan:
             if getattr(self, name) != _DEFAULTS[name]:
                 wrong = "not with --profile, which takes the model's place" if self.profile else "only with --profile"
                 raise ConfigError(f"{option_of(name)}: {wrong}")
-        is_known = Switch.ON in self.reuse and PrefillCache.ON in self.prefill_cache
+        if TurnsSystem.UPSTREAM in self.systems and not self.profile:
+            raise ConfigError(f"--system {TurnsSystem.UPSTREAM}: only with --profile, whose workers pace NIXL's thread")
+        is_known = (
+            TurnsSystem.SHUTTLE in self.systems and Switch.ON in self.reuse and PrefillCache.ON in self.prefill_cache
+        )
         if PrefillCache.LARGER in self.prefill_cache and not is_known:
             raise ConfigError(
-                "--prefill-cache larger: give --reuse on and --prefill-cache on as well; they say how much larger"
+                "--prefill-cache larger: give --reuse on and --prefill-cache on as well, and --system shuttle;"
+                " they say how much larger"
             )
         if PrefillCache.LARGER in self.prefill_cache and Switch.OFF not in self.reuse:
             raise ConfigError("--prefill-cache larger: give --reuse off as well; it is measured without reuse")
@@ -152,15 +236,25 @@ class TurnsPlan:
     def cells(self) -> list[TurnsCell]:
         """In the order of measuring: first what others are compared with, and engines with equal options together."""
         return [
-            TurnsCell(Mode(mode), cache, is_reusing)
+            TurnsCell(mode, cache, is_reusing, system, answers, client)
             for cache in PrefillCache
+            for system in TurnsSystem
             for is_reusing in (False, True)
-            for mode in self.growing["modes"]
+            for mode, answers in self._ways(system)
+            for client in ClientName
             if cache in self.prefill_cache
-            and mode in self.modes
+            and system in self.systems
+            and client in self.clients
             and (Switch.ON if is_reusing else Switch.OFF) in self.reuse
-            and not (is_reusing and cache is PrefillCache.LARGER)
+            and not (cache is PrefillCache.LARGER and (is_reusing or system is TurnsSystem.UPSTREAM))
         ]
+
+    def _ways(self, system: TurnsSystem) -> list[tuple[Mode, Answers]]:
+        """Modes and kinds of answers that ``system`` is measured with."""
+        if system is TurnsSystem.UPSTREAM:
+            return [(Mode.PULL, Answers.WHOLE)]
+        modes = [Mode(mode) for mode in self.growing["modes"] if mode in self.modes]
+        return [(mode, answers) for mode in modes for answers in Answers if answers in self.answers]
 
     @property
     def longest_tokens(self) -> int:

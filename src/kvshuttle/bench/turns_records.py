@@ -45,7 +45,7 @@ class TurnRecord(_OfCell, frozen=True, tag="turn", kw_only=True):
     prompt_tokens: int = 0
     answer_tokens: int = 0
     ttft_s: float = 0.0
-    """From sending to the first text."""
+    """From sending to the first text; -1 where the answer was not streamed."""
     total_s: float = 0.0
     answer_digest: str = ""
     is_wrong: bool = False
@@ -64,8 +64,9 @@ class TurnRecord(_OfCell, frozen=True, tag="turn", kw_only=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each token after the first; None for an answer without any."""
-        return (self.total_s - self.ttft_s) / (self.answer_tokens - 1) if self.answer_tokens > 1 else None
+        """Seconds for each token after the first; None for an answer without any, or one that was not streamed."""
+        is_told = self.answer_tokens > 1 and self.ttft_s >= 0
+        return (self.total_s - self.ttft_s) / (self.answer_tokens - 1) if is_told else None
 
     @property
     def computed_tokens(self) -> int | None:

@@ -1,19 +1,30 @@
-"""The report of a benchmark of conversations. Pure but for ``turns_markdown``."""
+"""The report of a benchmark of conversations, as Markdown and as a page. Pure but for ``write_turns_report``."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.figures import percentile
-from kvshuttle.bench.markdown import NOTHING, machine_rows, pairs, table
-from kvshuttle.bench.plan_file import command_of, read_plan
+from kvshuttle.bench.markdown import NOTHING
+from kvshuttle.bench.plan_file import read_plan
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
-from kvshuttle.bench.turns_figures import TurnsResults, compared, over_time, peak_retained_blocks, prefill_s
-from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsPlan
+from kvshuttle.bench.sections import Section, write_sections
+from kvshuttle.bench.turns_charts import STYLES, computed_charts, history_charts, legend, memory_charts
+from kvshuttle.bench.turns_facts import facts_section
+from kvshuttle.bench.turns_figures import (
+    TurnsResults,
+    compared,
+    over_time,
+    peak_retained_blocks,
+    prefill_s,
+    total_s,
+    ttft_s,
+)
+from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsPlan, TurnsSystem
 from kvshuttle.bench.turns_records import read_turn_records
 from kvshuttle.config import ConnectorConfig
 
@@ -23,8 +34,8 @@ if TYPE_CHECKING:
 
     from kvshuttle.bench.turns_figures import Measure
     from kvshuttle.bench.turns_plan import TurnsCell
-    from kvshuttle.bench.turns_records import TurnRecord
 
+TITLE = "Conversations, with and without reuse of history"
 AIM_FASTER = 10.0
 """With P's cache off, the prefill leg so many times faster with reuse, from ``AIM_FROM_TOKENS`` of history on."""
 AIM_FROM_TOKENS = 6000
@@ -32,104 +43,120 @@ _THRESHOLD_TOKENS = int(ConnectorConfig().kv_recompute_threshold)
 _TIME_PARTS = 10
 
 
-def turns_markdown(directory: Path) -> str:
-    """The report of a run's directory. Raises ``OSError`` when it is none, ``ConfigError`` when its plan is bad."""
+def write_turns_report(directory: Path) -> Path:
+    """Write Markdown and page beside the records and return the page's path.
+
+    Raises ``OSError`` when the directory is no run, ``ConfigError`` when its plan is bad.
+    """
     facts = json.loads((directory / FACTS_FILE).read_text())
     records = read_turn_records(directory / RECORDS_FILE)
-    return markdown(TurnsResults(read_plan(TurnsPlan, directory), facts, records))
+    results = TurnsResults(read_plan(TurnsPlan, directory), facts, records)
+    return write_sections(directory, TITLE, report_sections(results), STYLES)
 
 
-def markdown(results: TurnsResults) -> str:
+def report_sections(results: TurnsResults) -> list[Section]:
     """The whole report."""
-    parts = ["# Conversations, with and without reuse of history", _explanation(results)]
     if not results.cells:
-        return "\n\n".join([*parts, "Nothing is measured yet."]) + "\n"
-    parts += [
-        "*Anew*: the whole prompt goes to P as if it were the first. *Reused*: D keeps each turn, and P reads it back."
-        " Figures are medians over conversations, with the 10th to the 90th percentile where there are several.",
-        "## Time to the first token",
-        "From sending a turn to its first text at the client. Milliseconds.",
-        _by_turn(results, lambda record: record.ttft_s, _milliseconds),
-        "## Prefill leg",
-        "From sending it to its answer, by the router's log: P's queue, its read of the history, and its computing."
-        " Milliseconds.",
-        _by_turn(results, prefill_s, _milliseconds),
+        return [facts_section(results), Section("Nothing is measured yet.")]
+    sections = [
+        facts_section(results),
+        *_by_turn(results, _FIRST_TOKEN, history_charts(results, "TTFT", ttft_s)),
+        *_by_turn(results, _PREFILL_LEG, history_charts(results, "prefill leg", prefill_s)),
         _aim(results),
-        "## Tokens that P computed",
-        "Of the prompt, for this request; the rest it had itself or got from D.",
-        _by_turn(results, lambda record: record.computed_tokens, _count, is_compared=False),
+        *_by_turn(results, _WHOLE_ANSWER, history_charts(results, "whole answer", total_s)),
+        *_by_turn(results, _COMPUTED, computed_charts(results)),
         _excess(results),
-        "## The cells",
         _cells(results),
-        "## Memory",
         _memory(results),
-        "## Answers",
+        _kept_over_time(results),
         _answers(results),
+        _troubles(results),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _explanation(results: TurnsResults) -> str:
-    plan, facts = results.plan, results.facts
-    rows = [*machine_rows(facts), ("Model", _model(results))]
-    if results.cells:
-        done = results.done(results.cells[0])
-        rows.append(("KV cache", f"{done.block_len_bytes // done.block_size_tokens:,} bytes a token"))
-    rows += [
-        (
-            "Engines",
-            f"1 P, 1 D, chunks of {plan.chunk_tokens} tokens, D's prefix cache on, a router; fresh ones for each"
-            " setting of P, and no cell finds what an earlier one has left in a cache (each has its own cache salt)",
-        ),
-        (
-            "Load",
-            f"{plan.conversations} at a time x {plan.turns} turns, closed loop, {plan.think_s:g} s between an answer"
-            f" and the next turn; about {plan.first_tokens} new tokens first, then {plan.turn_tokens}; answers of up to"
-            f" {plan.output_tokens}; seed {plan.seed}; streamed by the OpenAI client, which names no conversation",
-        ),
-        ("Command", f"`{command_of(plan)}`"),
-    ]
-    return pairs(rows)
-
-
-def _model(results: TurnsResults) -> str:
-    plan, profile = results.plan, results.facts.get("profile")
-    if profile is None:
-        return f"{plan.model}, {plan.dtype}, real"
-    geometry = profile["geometry"]
-    return (
-        f"emulated: {profile['name']}, every duration times {plan.time_scale:g};"
-        f" {geometry['num_layers']} layers, {geometry['num_kv_heads']} KV heads x {geometry['head_dim']},"
-        f" {geometry['dtype']}: {plan.bytes_scale:g} of the profile's bytes"
-    )
+    return [section for section in sections if section is not None]
 
 
 # --- by turn ----------------------------------------------------------------------------------------
 
 
-def _by_turn(
-    results: TurnsResults, measure: Measure, text_of: Callable[[float], str], *, is_compared: bool = True
-) -> str:
-    """A table for each mode: a row for each turn, a column for each cell, and how many times reuse is faster."""
-    tables = []
-    modes = dict.fromkeys(cell.mode for cell in results.cells)
-    for mode in modes:
-        cells = [cell for cell in results.cells if cell.mode is mode]
-        columns = _columns(cells, is_compared=is_compared)
-        rows = []
-        for turn in range(1, results.plan.turns + 1):
-            prompts = results.values(cells[0], turn, lambda record: record.prompt_tokens)
-            texts = [
-                _spread(results.values(cell, turn, measure), text_of)
-                if anew is None
-                else _times(results.ratio(anew, cell, turn, measure))
-                for cell, anew in columns.values()
-            ]
-            rows.append([str(turn), _spread(prompts, _count), *texts])
-        if len(modes) > 1:
-            tables.append(f"### {str(mode).capitalize()}")
-        tables.append(table(["Turn", "Prompt", *columns], rows))
-    return "\n\n".join(tables)
+def _milliseconds(value_s: float) -> str:
+    return f"{value_s * 1000:,.0f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """What is told of each turn. ``is_compared``: also how many times less it is with reuse."""
+
+    title: str
+    text: str
+    measure: Measure
+    text_of: Callable[[float], str] = _milliseconds
+    is_compared: bool = True
+
+
+_FIRST_TOKEN = _Figure(
+    "Time to the first token", "From sending a turn to its first text at the client. Milliseconds.", ttft_s
+)
+_PREFILL_LEG = _Figure(
+    "Prefill leg",
+    "From sending it to its answer, by the log of the router or proxy: P's queue, its read of the history, and its"
+    " computing. Milliseconds.",
+    prefill_s,
+)
+_WHOLE_ANSWER = _Figure("Whole answer", "From sending a turn to the end of its answer. Milliseconds.", total_s)
+_COMPUTED = _Figure(
+    "Tokens that P computed",
+    "Of the prompt, for this request; the rest it had itself or got from D.",
+    lambda record: record.computed_tokens,
+    _count,
+    is_compared=False,
+)
+
+
+def _by_turn(results: TurnsResults, figure: _Figure, charts: Sequence[str]) -> list[Section]:
+    """A section for each way of serving that has such figures: a row for each turn, a column for each cell."""
+    sections: list[Section] = []
+    ways = dict.fromkeys(cell.way for cell in results.cells)
+    for way in ways:
+        cells = [cell for cell in results.cells if cell.way == way]
+        heads, rows = _turn_table(results, figure, cells)
+        if not rows:
+            continue
+        title = figure.title if len(ways) == 1 else f"{figure.title}: {way}"
+        is_first = not sections
+        sections.append(
+            Section(
+                title,
+                figure.text,
+                heads,
+                rows,
+                charts=charts if is_first else (),
+                legend=legend(results) if is_first else None,
+            )
+        )
+    return sections
+
+
+def _turn_table(
+    results: TurnsResults, figure: _Figure, cells: Sequence[TurnsCell]
+) -> tuple[tuple[str, ...], list[list[str]]]:
+    columns = _columns(cells, is_compared=figure.is_compared)
+    rows = []
+    is_any = False
+    for turn in range(1, results.plan.turns + 1):
+        prompts = results.values(cells[0], turn, lambda record: record.prompt_tokens)
+        texts = [
+            _spread(results.values(cell, turn, figure.measure), figure.text_of)
+            if anew is None
+            else _times(results.ratio(anew, cell, turn, figure.measure))
+            for cell, anew in columns.values()
+        ]
+        is_any = is_any or any(text != NOTHING for text in texts)
+        rows.append([str(turn), _spread(prompts, _count), *texts])
+    return ("Turn", "Prompt", *columns), rows if is_any else []
 
 
 def _columns(cells: Sequence[TurnsCell], *, is_compared: bool) -> dict[str, tuple[TurnsCell, TurnsCell | None]]:
@@ -171,20 +198,12 @@ def _spread(values: Sequence[float], text_of: Callable[[float], str]) -> str:
     return f"{middle} ({text_of(percentile(values, 10))} to {text_of(percentile(values, 90))})"
 
 
-def _milliseconds(value_s: float) -> str:
-    return f"{value_s * 1000:,.0f}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _times(ratio: float | None) -> str:
     return NOTHING if ratio is None else f"{ratio:.1f}x"
 
 
-def _aim(results: TurnsResults) -> str:
-    lines = []
+def _aim(results: TurnsResults) -> Section | None:
+    rows = []
     for cell in results.cells:
         anew = _without_reuse(cell, results.cells)
         if anew is None or cell.prefill_cache is not PrefillCache.OFF:
@@ -194,32 +213,38 @@ def _aim(results: TurnsResults) -> str:
             ratio = results.ratio(anew, cell, turn, prefill_s)
             if history >= AIM_FROM_TOKENS and ratio is not None:
                 verdict = "met" if ratio >= AIM_FASTER else "missed"
-                lines.append(f"- {cell.mode}, turn {turn}, {history:,.0f} tokens of history: {ratio:.1f}x, {verdict}")
-    if not lines:
-        return ""
-    aim = f"at least {AIM_FASTER:g} times faster from {AIM_FROM_TOKENS:,} tokens of history on"
-    return "\n".join([f"With P's cache off, the aim is a prefill leg {aim}:", "", *lines])
+                rows.append([cell.way, str(turn), _count(history), _times(ratio), verdict])
+    if not rows:
+        return None
+    text = (
+        f"With P's cache off, the aim is a prefill leg at least {AIM_FASTER:g} times faster from"
+        f" {AIM_FROM_TOKENS:,} tokens of history on."
+    )
+    return Section("The aim", text, ("Served by", "Turn", "History", "Faster", "Aim"), rows)
 
 
-def _excess(results: TurnsResults) -> str:
+def _excess(results: TurnsResults) -> Section | None:
     limit = BLOCK_SIZE_TOKENS + _THRESHOLD_TOKENS
-    lines = []
+    rows = []
     for cell in results.cells:
         excess = results.excess_tokens(cell)
         if cell.is_reusing and excess:
             num_within = sum(value <= limit for value in excess)
-            lines.append(f"- {cell.text}: {num_within} of {len(excess)} later turns, at most {max(excess):,} more")
-    if not lines:
-        return ""
-    allowed = f"a block ({BLOCK_SIZE_TOKENS}) and the threshold of a read ({_THRESHOLD_TOKENS})"
-    return "\n".join([f"With reuse, no more than what is new, {allowed}:", "", *lines])
+            rows.append([cell.text, f"{num_within} of {len(excess)}", _count(max(excess))])
+    if not rows:
+        return None
+    text = (
+        "With reuse P is to compute no more than what is new in a turn, a block"
+        f" ({BLOCK_SIZE_TOKENS}) and the threshold of a read ({_THRESHOLD_TOKENS})."
+    )
+    return Section("Computed beyond what is new", text, ("Cell", "Later turns within it", "Most, tokens"), rows)
 
 
 # --- by cell ----------------------------------------------------------------------------------------
 
 
-def _cells(results: TurnsResults) -> str:
-    heads = [
+def _cells(results: TurnsResults) -> Section:
+    heads = (
         "Cell",
         "Turns",
         "Prompt tokens",
@@ -228,36 +253,44 @@ def _cells(results: TurnsResults) -> str:
         "P got from D",
         "TTFT p50",
         "TTFT p90",
+        "Whole p50",
         "TPOT p50",
+        "Seconds",
+        "Preemptions",
+        "Load",
+    )
+    return Section(
+        "The cells",
+        "Tokens by the engines' own counters; load is the machine's, over the minute before the end.",
+        heads,
+        [_cell_row(results, cell) for cell in results.cells],
+    )
+
+
+def _cell_row(results: TurnsResults, cell: TurnsCell) -> list[str]:
+    done, turns = results.done(cell), [record for record in results.turns(cell) if not record.error]
+    ttfts_s, totals_s, tpots_s, computed = (
+        [value for record in turns if (value := measure(record)) is not None]
+        for measure in (ttft_s, total_s, lambda record: record.tpot_s, lambda record: record.computed_tokens)
+    )
+    return [
+        cell.text,
+        str(len(turns)),
+        f"{sum(record.prompt_tokens for record in turns):,}",
+        f"{sum(computed):,.0f}",
+        f"{done.local_hit_tokens:,}",
+        f"{done.history_tokens:,}",
+        f"{_milliseconds(median(ttfts_s))} ms" if ttfts_s else NOTHING,
+        f"{_milliseconds(percentile(ttfts_s, 90))} ms" if ttfts_s else NOTHING,
+        f"{_milliseconds(median(totals_s))} ms" if totals_s else NOTHING,
+        f"{median(tpots_s) * 1000:.1f} ms" if tpots_s else NOTHING,
+        f"{done.duration_s:.0f}",
+        str(done.preemptions),
+        f"{done.load_average:.1f}",
     ]
-    heads += ["Seconds", "Preemptions", "Load"]
-    rows = []
-    for cell in results.cells:
-        done, turns = results.done(cell), [r for r in results.turns(cell) if not r.error]
-        ttfts_s = [record.ttft_s for record in turns]
-        tpots_s = [record.tpot_s for record in turns if record.tpot_s is not None]
-        computed = [record.computed_tokens for record in turns if record.computed_tokens is not None]
-        rows.append(
-            [
-                cell.text,
-                str(len(turns)),
-                f"{sum(record.prompt_tokens for record in turns):,}",
-                f"{sum(computed):,}",
-                f"{done.local_hit_tokens:,}",
-                f"{done.history_tokens:,}",
-                f"{_milliseconds(median(ttfts_s))} ms" if ttfts_s else NOTHING,
-                f"{_milliseconds(percentile(ttfts_s, 90))} ms" if ttfts_s else NOTHING,
-                f"{median(tpots_s) * 1000:.1f} ms" if tpots_s else NOTHING,
-                f"{done.duration_s:.0f}",
-                str(done.preemptions),
-                f"{done.load_average:.1f}",
-            ]
-        )
-    return table(heads, rows)
 
 
-def _memory(results: TurnsResults) -> str:
-    heads = ["Cell", "P's pool", "D's pool", "D kept at most", "… of its pool", "P in use at most"]
+def _memory(results: TurnsResults) -> Section:
     rows = []
     for cell in results.cells:
         done, looks = results.done(cell), results.memory(cell)
@@ -268,25 +301,36 @@ def _memory(results: TurnsResults) -> str:
                 *(_size(blocks, done.block_len_bytes) for blocks in (done.prefill_blocks, done.decode_blocks, peak)),
                 f"{peak / done.decode_blocks:.0%}",
                 f"{max((look.prefill_usage for look in looks), default=0.0):.0%}",
+                f"{max((look.decode_usage for look in looks), default=0.0):.0%}",
             ]
         )
-    parts = [
+    text = (
         f"Blocks of {results.done(results.cells[0]).block_size_tokens} tokens. What D keeps is a part of its pool,"
-        " which is the same in every cell, and gives way to requests.",
-    ]
+        " which is the same in every cell, and gives way to requests."
+    )
     if any(cell.prefill_cache is PrefillCache.LARGER for cell in results.cells):
-        parts[0] += (
-            " Where P's cache is *larger*, P has as many more blocks as D kept at most beside P's ordinary cache: the"
+        text += (
+            " Where P's cache is larger, P has as many more blocks as D kept at most beside P's ordinary cache: the"
             " same memory, given to P, on top of D's."
         )
-    parts.append(table(heads, rows))
+    if any(cell.system is TurnsSystem.UPSTREAM for cell in results.cells):
+        text += (
+            " With vLLM's connector it is pinned until it is read or its time is over, and gives way to nothing; shown"
+            " is what the proxy remembers of it."
+        )
+    heads = ("Cell", "P's pool", "D's pool", "D kept at most", "… of its pool", "P in use at most", "D in use at most")
+    return Section("Memory", text, heads, rows, charts=memory_charts(results), legend=legend(results))
+
+
+def _kept_over_time(results: TurnsResults) -> Section | None:
     keeping = [cell for cell in results.cells if cell.is_reusing]
-    if keeping:
-        tenths = [f"{100 * (index + 1) // _TIME_PARTS} %" for index in range(_TIME_PARTS)]
-        parts += ["Blocks that D kept, the most in each tenth of the cell's time:"]
-        kept = [[_look(value) for value in over_time(results.memory(cell), _TIME_PARTS)] for cell in keeping]
-        parts.append(table(["Cell", *tenths], [[cell.text, *row] for cell, row in zip(keeping, kept, strict=True)]))
-    return "\n\n".join(parts)
+    if not keeping:
+        return None
+    tenths = (f"{100 * (index + 1) // _TIME_PARTS} %" for index in range(_TIME_PARTS))
+    rows = [[cell.text, *map(_look, over_time(results.memory(cell), _TIME_PARTS))] for cell in keeping]
+    return Section(
+        "Kept over time", "Blocks that D kept, the most in each tenth of the cell's time.", ("Cell", *tenths), rows
+    )
 
 
 def _size(num_blocks: int, block_len_bytes: int) -> str:
@@ -297,29 +341,28 @@ def _look(num_blocks: int) -> str:
     return NOTHING if num_blocks < 0 else f"{num_blocks:,}"
 
 
-def _answers(results: TurnsResults) -> str:
-    first, *others = results.cells
+def _answers(results: TurnsResults) -> Section:
+    first = results.cells[0]
     reference = results.turns(first)
-    heads = ["Cell", "Equal", "Other answer to the same prompt", "Prompts apart", "Wrong KV", "Failed"]
     rows = []
-    for cell in (first, *others):
+    for cell in results.cells:
         turns = results.turns(cell)
         found = compared(turns, reference)
         counts = [found.num_equal, found.num_other, found.num_apart, sum(record.is_wrong for record in turns)]
         rows.append([cell.text, *map(str, counts), str(sum(bool(record.error) for record in turns))])
-    lines = [
+    return Section(
+        "Answers",
         f"Beside those of the first cell ({first.text}), at temperature 0.",
-        "",
-        table(heads, rows),
-        *_troubles([record for cell in results.cells for record in results.turns(cell)]),
-    ]
-    return "\n".join(lines)
+        ("Cell", "Equal", "Other answer to the same prompt", "Prompts apart", "Wrong KV", "Failed"),
+        rows,
+    )
 
 
-def _troubles(turns: Sequence[TurnRecord]) -> list[str]:
+def _troubles(results: TurnsResults) -> Section | None:
     """What went wrong, and what the router repaired, by how often."""
+    turns = [record for cell in results.cells for record in results.turns(cell)]
     errors = Counter((record.cell, record.error) for record in turns if record.error)
     repaired = Counter((record.cell, failure) for record in turns for failure in record.failures)
-    lines = [f"- {cell}: {count} x {error}" for (cell, error), count in sorted(errors.items())]
-    lines += [f"- {cell}: {count} x {failure}, another attempt" for (cell, failure), count in sorted(repaired.items())]
-    return ["", *lines] if lines else []
+    rows = [[cell, str(count), error, "the conversation ended"] for (cell, error), count in sorted(errors.items())]
+    rows += [[cell, str(count), failure, "another attempt"] for (cell, failure), count in sorted(repaired.items())]
+    return Section("Troubles", "", ("Cell", "Times", "What", "Then"), rows) if rows else None

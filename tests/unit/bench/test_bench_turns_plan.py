@@ -11,9 +11,10 @@ import pytest
 
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.plan_file import Benchmark, benchmark_in, claim, command_of, mapping_of, read_plan
+from kvshuttle.bench.proxy import ProxyMode, proxy_from_json
 from kvshuttle.bench.texts import emulated_words, prose
-from kvshuttle.bench.turns_fleet import Host, emulated_subject, plan_pair_of_turns, plan_router_of_turns, real_subject
-from kvshuttle.bench.turns_plan import PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_fleet import Host, emulated_subject, plan_front_of_turns, plan_pair_of_turns, real_subject
+from kvshuttle.bench.turns_plan import Answers, EngineSetting, PrefillCache, TurnsCell, TurnsPlan, TurnsSystem
 from kvshuttle.cli import main
 from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.params import Mode
@@ -67,6 +68,45 @@ def test_both_modes_are_measured_on_the_same_engines() -> None:
     ]
 
 
+UPSTREAM = "upstream-pull-paced"
+
+
+def test_vllms_connector_stands_beside_ours_with_engines_of_its_own_where_it_keeps_history() -> None:
+    plan = TurnsPlan(profile=PROFILE, systems=("shuttle", UPSTREAM), answers=("streamed", "whole"), **LARGER)
+    names = [cell.name for cell in plan.cells if cell.prefill_cache is PrefillCache.OFF]
+    assert names == [
+        "push-cache-off-reuse-off",
+        "push-cache-off-reuse-off-whole",
+        "push-cache-off-reuse-on",
+        "push-cache-off-reuse-on-whole",
+        "upstream-pull-paced-cache-off-reuse-off",
+        "upstream-pull-paced-cache-off-reuse-on",
+    ]
+    larger = [cell for cell in plan.cells if cell.prefill_cache is PrefillCache.LARGER]
+    assert [cell.system for cell in larger] == [TurnsSystem.SHUTTLE] * 2
+    settings = dict.fromkeys(cell.engines for cell in plan.cells)
+    assert [setting.name for setting in settings] == [
+        "cache-off",
+        "upstream-pull-paced-cache-off",
+        "upstream-pull-paced-cache-off-reuse-on",
+        "cache-on",
+        "upstream-pull-paced-cache-on",
+        "upstream-pull-paced-cache-on-reuse-on",
+        "cache-larger",
+    ]
+
+
+def test_every_client_asks_the_same_engines() -> None:
+    plan = TurnsPlan(prefill_cache=("off",), reuse=("on",), clients=("openai", "aiperf"), answers=("streamed", "whole"))
+    assert [cell.name for cell in plan.cells] == [
+        "push-cache-off-reuse-on",
+        "push-cache-off-reuse-on-aiperf",
+        "push-cache-off-reuse-on-whole",
+        "push-cache-off-reuse-on-whole-aiperf",
+    ]
+    assert len({cell.engines for cell in plan.cells}) == 1
+
+
 def test_pools_have_room_for_all_conversations_unless_they_are_given() -> None:
     plan = TurnsPlan(conversations=4)
     assert plan.pool_blocks(0) * 128 >= 4 * plan.longest_tokens
@@ -86,6 +126,11 @@ def test_ten_turns_with_the_bundled_model_grow_beyond_six_thousand_tokens_and_fi
         ({"reuse": ("maybe",)}, "--reuse: one of off, on, got 'maybe'"),
         ({"prefill_cache": ()}, "--prefill-cache: one of off, on, larger, got 'nothing'"),
         ({"modes": ("auto",)}, "--mode: one of push, pull, got 'auto'"),
+        ({"systems": ("magic",)}, "--system: one of shuttle, upstream-pull-paced, got 'magic'"),
+        ({"systems": (UPSTREAM,)}, "--system upstream-pull-paced: only with --profile"),
+        ({"answers": ("half",)}, "--answers: one of streamed, whole, got 'half'"),
+        ({"profile": PROFILE, "systems": (UPSTREAM,), **LARGER}, "--prefill-cache larger: .* and --system shuttle"),
+        ({"clients": ("mine",)}, "--client: one of openai, aiperf, got 'mine'"),
         ({"turns": 0}, "--turns: a number above 0, got 0"),
         ({"think_s": -1.0}, "--think-s: a number of seconds, 0 or more"),
         ({"time_scale": 2.0}, "--time-scale: only with --profile"),
@@ -136,9 +181,9 @@ def test_a_run_says_what_it_measures_and_runs_from_before_that_are_of_hand_offs(
 
 def test_options_of_another_benchmark_are_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "turns", "--out", str(tmp_path), "--system", "shuttle-push"])
+        main(["bench", "turns", "--out", str(tmp_path), "--background", "4"])
     assert ended.value.code == 2
-    assert "unrecognized arguments: --system" in capsys.readouterr().err
+    assert "unrecognized arguments: --background" in capsys.readouterr().err
 
 
 # --- engines and routers ---
@@ -146,12 +191,12 @@ def test_options_of_another_benchmark_are_refused(tmp_path: Path, capsys) -> Non
 
 def test_engines_differ_only_where_the_cell_does(real: Subject) -> None:
     plan = TurnsPlan()
-    prefill, decode = plan_pair_of_turns(real, plan, PrefillCache.OFF, 200, host()).engines
+    prefill, decode = plan_pair_of_turns(real, plan, EngineSetting(PrefillCache.OFF), 200, host()).engines
     assert "--no-enable-prefix-caching" in prefill.argv
     assert "--no-enable-prefix-caching" not in decode.argv
     assert option(prefill, "--num-gpu-blocks-override") == "200"
     assert option(decode, "--num-gpu-blocks-override") == str(plan.pool_blocks(0))
-    caching, _ = plan_pair_of_turns(real, plan, PrefillCache.LARGER, 300, host()).engines
+    caching, _ = plan_pair_of_turns(real, plan, EngineSetting(PrefillCache.LARGER), 300, host()).engines
     assert "--no-enable-prefix-caching" not in caching.argv
     assert option(caching, "--num-gpu-blocks-override") == "300"
     for engine in (prefill, decode):
@@ -168,7 +213,7 @@ def test_a_real_model_must_take_what_the_conversations_come_to(tmp_path: Path) -
 def test_emulated_engines_have_no_core_of_their_own_and_no_weights(tmp_path: Path) -> None:
     plan = TurnsPlan(profile=PROFILE)
     subject = emulated_subject(plan, tmp_path / "model")
-    for engine in plan_pair_of_turns(subject, plan, PrefillCache.ON, 200, host()).engines:
+    for engine in plan_pair_of_turns(subject, plan, EngineSetting(PrefillCache.ON), 200, host()).engines:
         assert engine.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert option(engine, "--load-format") == "dummy"
         assert option(engine, "--served-model-name") == subject.name
@@ -179,14 +224,35 @@ def test_emulated_engines_have_no_core_of_their_own_and_no_weights(tmp_path: Pat
 @pytest.mark.parametrize("is_reusing", [True, False])
 def test_only_the_router_knows_whether_history_is_reused(real: Subject, is_reusing: bool) -> None:
     plan = TurnsPlan()
-    engines = plan_pair_of_turns(real, plan, PrefillCache.ON, 200, host()).engines
+    engines = plan_pair_of_turns(real, plan, EngineSetting(PrefillCache.ON), 200, host()).engines
     cell = TurnsCell(Mode.PULL, PrefillCache.ON, is_reusing)
-    fleet = plan_router_of_turns(real, plan, cell, engines, host())
+    fleet = plan_front_of_turns(real, plan, cell, engines, host())
     assert fleet.engines == ()
     assert fleet.router is not None
     assert ("--no-reuse-history" in fleet.router.argv) is not is_reusing
     assert option(fleet.router, "--mode") == "pull"
     assert option(fleet.router, "--prefill") == f"{engines[0].url},{engines[0].side_address}"
+
+
+@pytest.mark.parametrize("is_reusing", [True, False])
+def test_vllms_engines_keep_history_only_where_the_proxy_remembers_it(tmp_path: Path, is_reusing: bool) -> None:
+    plan = TurnsPlan(profile=PROFILE, systems=(UPSTREAM,))
+    subject = emulated_subject(plan, tmp_path / "model")
+    cell = TurnsCell(Mode.PULL, PrefillCache.OFF, is_reusing, TurnsSystem.UPSTREAM, Answers.WHOLE)
+    engines = plan_pair_of_turns(subject, plan, cell.engines, 200, host()).engines
+    for engine in engines:
+        values = json.loads(option(engine, "--kv-transfer-config"))
+        assert (values["kv_connector"], values["engine_id"]) == ("NixlConnector", engine.name)
+        assert values["kv_load_failure_policy"] == "recompute"
+        assert values["kv_connector_extra_config"] == {"bidirectional_kv_xfer": is_reusing}
+        assert engine.side_address.endswith(f":{engine.env['VLLM_NIXL_SIDE_CHANNEL_PORT']}")
+        assert "nixl_progress_pause_us" in option(engine, "--additional-config")
+    proxy = plan_front_of_turns(subject, plan, cell, engines, host()).router
+    assert proxy is not None
+    mode, config = proxy_from_json(proxy.argv[-1])
+    assert mode is (ProxyMode.BOTH if is_reusing else ProxyMode.PULL)
+    assert config.is_logging_requests
+    assert [engine.side_address for engine in config.engines] == [engine.side_address for engine in engines]
 
 
 # --- texts ---

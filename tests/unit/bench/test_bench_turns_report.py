@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,10 +13,12 @@ from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.record_file import append_records
 from kvshuttle.bench.report import write_report
 from kvshuttle.bench.router_log import read_request_lines, wait_for_requests
+from kvshuttle.bench.sections import as_markdown, as_page
+from kvshuttle.bench.turns_charts import STYLES, legend, style_of
 from kvshuttle.bench.turns_figures import Comparison, TurnsResults, compared, kept_beside_cache, over_time, prefill_s
-from kvshuttle.bench.turns_plan import PrefillCache, TurnsCell, TurnsPlan
+from kvshuttle.bench.turns_plan import Answers, ClientName, PrefillCache, TurnsCell, TurnsPlan, TurnsSystem
 from kvshuttle.bench.turns_records import MemoryRecord, Record, TurnRecord, TurnsCellDone, read_turn_records
-from kvshuttle.bench.turns_report import markdown
+from kvshuttle.bench.turns_report import TITLE, report_sections
 from kvshuttle.handoff.params import Mode
 from kvshuttle.router.openai import Endpoint
 from kvshuttle.router.telemetry import Receipt, Stage
@@ -80,6 +84,11 @@ def results(*records: Record, **knobs) -> TurnsResults:
     return TurnsResults(TurnsPlan(**{"turns": 2} | knobs), FACTS, records)
 
 
+def markdown(run: TurnsResults) -> str:
+    """The report of a run."""
+    return as_markdown(TITLE, report_sections(run))
+
+
 # --- figures ---
 
 
@@ -91,6 +100,7 @@ def test_what_p_computed_is_the_prompt_less_what_it_had_or_got() -> None:
 def test_the_pace_of_an_answer_is_that_of_its_tokens_after_the_first() -> None:
     assert turn(REUSED).tpot_s == pytest.approx(0.1)
     assert turn(REUSED, answer_tokens=1).tpot_s is None
+    assert turn(REUSED, ttft_s=-1.0).tpot_s is None
 
 
 def test_a_ratio_is_of_medians_over_conversations_and_of_turns_that_went_well() -> None:
@@ -113,7 +123,7 @@ def test_what_p_computed_beyond_the_new_tokens_is_told_of_each_later_turn() -> N
     third = turn(REUSED, 3, prompt_tokens=6700, cached_tokens=0)
     run = results(first, second, third, turn(REUSED, 4, error="late"), done(REUSED))
     assert run.excess_tokens(REUSED) == [100, 6700 - (6700 - 6340 - 9)]
-    assert "- push, P's cache off, reuse on: 1 of 2 later turns, at most 6,349 more" in markdown(run)
+    assert "| push, P's cache off, reuse on | 1 of 2 | 6,349 |" in markdown(run)
 
 
 def test_what_p_gets_instead_is_the_most_that_d_kept_beside_its_cache() -> None:
@@ -169,8 +179,9 @@ def test_each_turn_stands_with_reuse_and_without_side_by_side() -> None:
 
 def test_the_aim_is_judged_from_its_history_on() -> None:
     text = markdown(whole_run())
-    assert "- push, turn 2, 7,009 tokens of history: 11.0x, met" in text
-    assert "turn 1," not in text
+    told = text.partition("## The aim")[2].partition("##")[0]
+    assert "| push | 2 | 7,009 | 11.0x | met |" in told
+    assert "| push | 1 |" not in told
 
 
 def test_the_spread_is_shown_where_there_are_several_conversations() -> None:
@@ -180,13 +191,13 @@ def test_the_spread_is_shown_where_there_are_several_conversations() -> None:
 
 def test_memory_is_shown_at_its_most_and_over_time() -> None:
     text = markdown(whole_run())
-    assert "| push, P's cache off, reuse on | 100 (100 MiB) | 200 (200 MiB) | 50 (50 MiB) | 25% | 50% |" in text
+    assert "| push, P's cache off, reuse on | 100 (100 MiB) | 200 (200 MiB) | 50 (50 MiB) | 25% | 50% | 25% |" in text
     assert "| push, P's cache off, reuse on | - | 20 | - | - | - | - | - | - | - | 50 |" in text
 
 
 def test_cells_are_summed_up_with_the_engines_own_counts() -> None:
-    row = "| push, P's cache off, reuse on | 2 | 14,000 | 200 | 0 | 6,900 | 200 ms | 200 ms | 100.0 ms | 60 | 0 | 2.5 |"
-    assert row in markdown(whole_run())
+    counts, times = "2 | 14,000 | 200 | 0 | 6,900", "200 ms | 200 ms | 1,000 ms | 100.0 ms | 60 | 0 | 2.5"
+    assert f"| push, P's cache off, reuse on | {counts} | {times} |" in markdown(whole_run())
 
 
 def test_answers_failures_and_repairs_are_counted() -> None:
@@ -195,14 +206,14 @@ def test_answers_failures_and_repairs_are_counted() -> None:
     text = markdown(results(*run.records, *broken))
     assert "| push, P's cache off, reuse off | 2 | 0 | 0 | 0 | 0 |" in text
     assert "| push, P's cache off, reuse on | 1 | 1 | 0 | 0 | 1 |" in text
-    assert "- push-cache-off-reuse-on: 1 x gone" in text
-    assert "- push-cache-off-reuse-on: 1 x prefill:x, another attempt" in text
+    assert "| push-cache-off-reuse-on | 1 | gone | the conversation ended |" in text
+    assert "| push-cache-off-reuse-on | 1 | prefill:x | another attempt |" in text
 
 
 def test_modes_have_tables_of_their_own() -> None:
     pulled = TurnsCell(Mode.PULL, PrefillCache.OFF, is_reusing=True)
     text = markdown(results(turn(REUSED), done(REUSED), turn(pulled), done(pulled), modes=("push", "pull")))
-    assert text.count("### Push") == text.count("### Pull") == 3
+    assert text.count(": push\n") == text.count(": pull\n") == 4
 
 
 def test_the_report_of_turns_says_on_what_and_how_it_was_measured() -> None:
@@ -213,11 +224,95 @@ def test_the_report_of_turns_says_on_what_and_how_it_was_measured() -> None:
     assert "Nothing is measured yet." in markdown(results())
 
 
+def test_the_page_is_whole_and_shows_latency_tokens_and_memory_of_each_cell() -> None:
+    run = whole_run()
+    page = as_page(TITLE, report_sections(run), STYLES)
+    tree = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
+    charts = {each.get("aria-label"): each for each in tree.iter("svg")}
+    assert list(charts) == [
+        "TTFT, P's cache off",
+        "prefill leg, P's cache off",
+        "whole answer, P's cache off",
+        "P computed, P's cache off",
+        "blocks kept for later turns, P's cache off",
+        "MiB kept for later turns, P's cache off",
+        "P's pool in use, P's cache off",
+        "D's pool in use, with what it keeps, P's cache off",
+    ]
+    for style in ("push-anew", "push-reused"):
+        assert f'class="line {style}"' in page
+        assert f".{style}{{--c:" in page
+    # The second turn of the one that reuses: its history, and the milliseconds of its prefill leg.
+    assert "push, P's cache off, reuse on: 100 at 7,009" in "".join(charts["prefill leg, P's cache off"].itertext())
+    assert "50 MiB" in page
+    assert not re.findall(r'(?:src|href)="(?!#)', page)
+
+
+def test_cells_that_share_a_chart_have_lines_of_their_own() -> None:
+    plan = TurnsPlan(
+        profile="h200-tp8-qwen3-32b",
+        modes=("push", "pull"),
+        prefill_cache=("on", "larger", "off"),
+        systems=("shuttle", "upstream-pull-paced"),
+        answers=("streamed", "whole"),
+    )
+    run = TurnsResults(plan, FACTS, [done(cell) for cell in plan.cells])
+    beside_cache = [cell for cell in plan.cells if cell.prefill_cache is not PrefillCache.OFF]
+    assert len({style_of(cell) for cell in beside_cache}) == len(beside_cache) == 14
+    assert legend(run).keys() <= STYLES.keys()
+    assert len(set(legend(run).values())) == 14
+
+
+def test_what_aiperf_measured_has_tables_and_charts_of_its_own() -> None:
+    by_aiperf = TurnsCell(Mode.PUSH, PrefillCache.OFF, is_reusing=True, client=ClientName.AIPERF)
+    records = (turn(REUSED), done(REUSED), turn(by_aiperf, ttft_s=0.3), done(by_aiperf))
+    told = {section.title: section for section in report_sections(results(*records, clients=("openai", "aiperf")))}
+    first, own = told["Time to the first token: push"], told["Time to the first token: push, by aiperf"]
+    assert own.rows[0][2] == "300"
+    assert [title for chart in first.charts for title in re.findall('aria-label="([^"]*)"', chart)] == [
+        "TTFT, P&#x27;s cache off",
+        "TTFT, P&#x27;s cache off, by aiperf",
+    ]
+    facts = dict(told["What was run"].rows)
+    assert "aiperf 0.13.0" in facts["Clients"]
+
+
+def test_what_vllms_connector_keeps_is_said_to_be_what_the_proxy_remembers() -> None:
+    cell = TurnsCell(Mode.PULL, PrefillCache.OFF, True, TurnsSystem.UPSTREAM, Answers.WHOLE)
+    knobs = {"profile": "h200-tp8-qwen3-32b", "systems": ("shuttle", "upstream-pull-paced")}
+    text = markdown(results(turn(REUSED), done(REUSED), turn(cell, ttft_s=-1.0), done(cell), **knobs))
+    assert "what the proxy remembers of it" in text
+    assert "| vLLM's pull, not streamed, P's cache off, reuse on | 1 | 7,000 |" in text
+    assert "what the proxy remembers of it" not in markdown(whole_run())
+
+
+def test_answers_that_were_not_streamed_have_no_first_token_to_tell() -> None:
+    whole = TurnsCell(Mode.PULL, PrefillCache.OFF, is_reusing=True, answers=Answers.WHOLE)
+    told = {
+        section.title: section
+        for section in report_sections(
+            results(
+                turn(ANEW),
+                done(ANEW),
+                turn(whole, ttft_s=-1.0),
+                done(whole),
+                modes=("push", "pull"),
+                answers=("streamed", "whole"),
+            )
+        )
+    }
+    assert "Time to the first token: push" in told
+    assert "Time to the first token: pull, not streamed" not in told
+    assert told["Whole answer: pull, not streamed"].rows[0][2] == "1,000"
+
+
 def test_a_run_of_turns_is_reported_from_its_directory(tmp_path: Path) -> None:
     claim(TurnsPlan(turns=2), tmp_path)
     (tmp_path / "facts.json").write_text(json.dumps(FACTS))
     append_records(tmp_path / "records.jsonl", whole_run().records)
-    assert write_report(tmp_path).read_text() == markdown(whole_run())
+    page = write_report(tmp_path)
+    assert page.name == "report.html"
+    assert page.with_name("report.md").read_text() == markdown(whole_run())
 
 
 def test_turns_of_cells_that_were_cut_off_are_measured_again(tmp_path: Path) -> None:
