@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvshuttle
+from kvshuttle.bench.calibrate_plan import CalibratePlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.plan_file import OPTION_NAMES as BENCH_OPTION_NAMES
 from kvshuttle.bench.turns_plan import TurnsPlan
@@ -160,8 +161,12 @@ def _add_benchmarks(commands: Any) -> None:
         commands, "run", _bench_run, "loads by vllm bench serve, as a plan says, ours beside vLLM's connectors"
     )
     run.add_argument("plan", metavar="PLAN", help="a plan of ours by name, or a TOML file")
+    calibrate = _add_command(
+        commands, "calibrate", _bench_calibrate, "time a pair of engines; write its profile and suggest thresholds"
+    )
     report = _add_command(commands, "report", _bench_report, "write the report of a run again")
-    for parser, plan in ((handoff, HandoffPlan), (turns, TurnsPlan), (run, None), (report, None)):
+    plans = ((handoff, HandoffPlan), (turns, TurnsPlan), (run, None), (calibrate, CalibratePlan), (report, None))
+    for parser, plan in plans:
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
         if plan is not None:
             _add_knobs(parser, plan, BENCH_OPTION_NAMES)
@@ -361,6 +366,13 @@ def _bench_run(args: argparse.Namespace) -> int:
 
     run_grid(load_grid_plan(args.plan), args.out, env=os.environ, say=_say)
     return _bench_report(args)
+
+
+def _bench_calibrate(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.calibrate import run_calibrate
+
+    run_calibrate(CalibratePlan.from_mapping(_given(args, CalibratePlan)), args.out, env=os.environ, say=_say)
+    return 0
 
 
 def _bench_proxy(args: argparse.Namespace) -> int:
