@@ -16,11 +16,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.bench.calibrate_plan import CalibratePlan
 from kvshuttle.bench.grid_plan import GridPlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.turns_plan import TurnsPlan
-from kvshuttle.cli import _build_parser, attribute_docs
+from kvshuttle.cli import _build_parser
 from kvshuttle.config import ConnectorConfig, LauncherConfig, RouterConfig
+from kvshuttle.config.knob_docs import attribute_docs
 from kvshuttle.policy import ConversationTable
 from kvshuttle.router.telemetry import Telemetry
 
@@ -75,6 +77,10 @@ def bench_turns_knobs() -> str:
     return knobs_with_options(TurnsPlan, "bench turns")
 
 
+def bench_calibrate_knobs() -> str:
+    return knobs_with_options(CalibratePlan, "bench calibrate")
+
+
 def bench_run_keys() -> str:
     return table(["Key", "Default", "Meaning"], [[f"`{n}`", d, m] for n, d, m in knobs_of(GridPlan)])
 
@@ -113,7 +119,7 @@ def default_text(default: object, factory: object) -> str:
 
 def commands() -> str:
     """The command line, but for the options that are knobs."""
-    configs = (RouterConfig, LauncherConfig, HandoffPlan, TurnsPlan)
+    configs = (RouterConfig, LauncherConfig, HandoffPlan, TurnsPlan, CalibratePlan)
     knob_names = {knob.name for config in configs for knob in fields(config)}
     rows = []
     for name, (text, parser) in described_commands().items():
@@ -265,6 +271,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "launcher-knobs": launcher_knobs,
     "bench-handoff-knobs": bench_handoff_knobs,
     "bench-turns-knobs": bench_turns_knobs,
+    "bench-calibrate-knobs": bench_calibrate_knobs,
     "bench-run-keys": bench_run_keys,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,

@@ -6,14 +6,11 @@ Commands import what they need when they run: ``kvshuttle doctor`` works where t
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import json
 import logging
 import os
 import shlex
 import sys
-import textwrap
 import tomllib
 from dataclasses import MISSING, fields
 from enum import StrEnum
@@ -26,6 +23,7 @@ from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.plan_file import OPTION_NAMES as BENCH_OPTION_NAMES
 from kvshuttle.bench.turns_plan import TurnsPlan
 from kvshuttle.config import Device, LauncherConfig, ModeChoice, RouterConfig, secret_from
+from kvshuttle.config.knob_docs import attribute_docs
 from kvshuttle.errors import ConfigError, KvshuttleError
 
 if TYPE_CHECKING:
@@ -213,19 +211,6 @@ def _add_knobs(
             kind = type(default)
             metavar = {int: "N", float: "X"}.get(kind, "TEXT")
             parser.add_argument(option, type=kind, metavar=metavar, **common)
-
-
-def attribute_docs(config: type) -> dict[str, str]:
-    """The docstring after each attribute of a class, on one line: the one place where a knob is explained."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
-    assert isinstance(definition, ast.ClassDef)
-    docs = {}
-    for statement, after in zip(definition.body, definition.body[1:], strict=False):
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            docs[statement.target.id] = " ".join(after.value.value.split())
-    return docs
 
 
 def launcher_config_from(args: argparse.Namespace) -> LauncherConfig:

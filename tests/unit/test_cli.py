@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvshuttle import cli
-from kvshuttle.cli import attribute_docs, launcher_config_from, main, router_config_from
+from kvshuttle.cli import launcher_config_from, main, router_config_from
 from kvshuttle.config import Device, LauncherConfig, PrefillFailurePolicy, RouterConfig
+from kvshuttle.config.knob_docs import attribute_docs
 
 if TYPE_CHECKING:
     from pathlib import Path
