@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.errors import ConfigError
@@ -105,8 +105,8 @@ class CalibratePlan:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CalibratePlan:
         """From options. Raises ``ConfigError``."""
-        known = {knob.name for knob in fields(cls)}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
+        given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
+        return cls(**given)
 
 
 def engine_address(option: str, text: str) -> tuple[str, str]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.calibration import HandOffTimes
-from kvshuttle.bench.legs import drive
+from kvshuttle.bench.legs import complete, drive
 from kvshuttle.bench.plan import SystemName
 from kvshuttle.bench.systems import SYSTEMS
 from kvshuttle.clock import now_s
+from kvshuttle.emulate.model_dir import FIRST_WORD
 from kvshuttle.errors import TransportError
 from kvshuttle.launcher.chat import fetch_metrics
 from kvshuttle.launcher.metrics import total_of
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
     from kvshuttle.bench.legs import Pair
 
-_ANSWER_TOKENS = 4
-"""Metrics come with steps, so there are a few behind the hand-off."""
+_ANSWER_TOKENS = 2
+_NUDGE = tuple(range(FIRST_WORD, FIRST_WORD + 8))
+"""Engines tell their metrics with their next step, which such a prompt brings."""
 _SETTLE_S = 3.0
 _POLL_S = 0.05
 _POST = "kvshuttle:transfer_post_seconds"
@@ -43,12 +45,12 @@ class HandOffTimer:
         """
         pair = self._pushing if is_push else self._pulling
         url, direction = (pair.prefill_url, "write") if is_push else (pair.decode_url, "read")
-        before = _sums(url, direction)
+        before = self._settled_sums(url, direction)
         driven = drive(pair, prompt, output_tokens=_ANSWER_TOKENS)
         if driven.error:
             raise TransportError(f"the {'push' if is_push else 'pull'} of {len(prompt)} tokens failed: {driven.error}")
         deadline_at_s = now_s() + _SETTLE_S
-        while (after := _sums(url, direction))[0] == before[0]:
+        while (after := self._settled_sums(url, direction))[0] == before[0]:
             if now_s() > deadline_at_s:
                 raise TransportError(
                     f"{url}: a prompt of {len(prompt)} tokens was handed off, but no {direction} counted"
@@ -56,6 +58,10 @@ class HandOffTimer:
             time.sleep(_POLL_S)
         _, post_ms, wire_ms, acquire_ms = (b - a for a, b in zip(before, after, strict=True))
         return HandOffTimes(post_ms * 1000, wire_ms * 1000, 0.0 if is_push else acquire_ms * 1000)
+
+    def _settled_sums(self, url: str, direction: str) -> tuple[float, float, float, float]:
+        complete(url, _NUDGE, max_tokens=2, model=self._pulling.model)
+        return _sums(url, direction)
 
 
 def _sums(url: str, direction: str) -> tuple[float, float, float, float]:

@@ -144,16 +144,19 @@ def test_a_hand_off_is_timed_by_who_moves_the_bytes(
         asked.append(where)
         return pages.pop(0)
 
+    nudged: list[str] = []
+    monkeypatch.setattr(handoff_times, "complete", lambda where, *_, **__: nudged.append(where))
     monkeypatch.setattr(handoff_times, "fetch_metrics", fetch)
     monkeypatch.setattr(handoff_times, "drive", lambda pair, *_, **__: driven.append(pair) or Driven())
     found = HandOffTimer(PAIR).hand_off([1, 2, 3], is_push=is_push)
     assert (found.post_ms, found.wire_ms, found.acquire_ms) == pytest.approx((4.0, 10.0, acquire_ms))
-    assert asked == [url, url]
+    assert asked == nudged == [url, url]
     assert driven[0].system.mode == ("push" if is_push else "pull")
 
 
 def test_a_hand_off_that_failed_or_moved_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(handoff_times, "complete", lambda *_, **__: None)
     monkeypatch.setattr(handoff_times, "fetch_metrics", lambda _: "")
     monkeypatch.setattr(handoff_times, "now_s", lambda: next(clock))
     monkeypatch.setattr(handoff_times.time, "sleep", lambda _: None)
