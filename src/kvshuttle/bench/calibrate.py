@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from kvshuttle.launcher.plan import ProcessPlan
 
 _SLOTS = 32
-_WARM_UP_ROUNDS = 3
-_WARM_UP_TOKENS = 384
+_WARM_UP_ROUNDS = 2
+_WARM_UP_TOKENS = 160
+"""More than a block, also where blocks are as large as on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,15 +32,15 @@ class CalibratePlan:
     """Model of a pair that is started: the bundled one, or the directory of another."""
     dtype: str = "auto"
     """vLLM's ``--dtype`` of a pair that is started."""
-    prompt_tokens: tuple[str, ...] = ("128", "256", "512", "1024", "2048")
-    """Lengths of prompts to compute, and to hand off."""
-    contexts: tuple[str, ...] = ("256", "1024", "2048")
+    prompt_tokens: tuple[str, ...] = ("64", "128", "256", "512")
+    """Lengths of prompts to compute, and to hand off. These are for a CPU; an accelerator's profile takes longer ones."""
+    contexts: tuple[str, ...] = ("128", "512")
     """Tokens before the first one that is decoded, about."""
     batches: tuple[str, ...] = ("1", "2", "4", "8")
     """Requests that decode at a time."""
-    repeats: int = 6
+    repeats: int = 4
     """Prompts of each length: half of them are handed off by pull then, half by push."""
-    steps: int = 24
+    steps: int = 16
     """Tokens that each request decodes."""
     chunk_tokens: int = 2048
     """vLLM's ``--max-num-batched-tokens`` of a pair that is started; that of a running pair, whose prompts must not be

@@ -54,8 +54,8 @@ ONE = HandOffTimes(1.0, 2.0, 3.0)
         (["--prefill", "http://127.0.0.1:1,127.0.0.1:2"], "--decode: a running pair is named by both engines"),
         (["--prefill", "http://h:1", "--decode", "http://h:2,h:3"], "--prefill: URL,SIDE, e.g. http://127.0.0.1:8100"),
         (
-            ["--prefill", "http://h:1,h:2", "--decode", "http://h:3,h:4", "--chunk-tokens", "512"],
-            "--prompt-tokens: 2048 is more than one step computes (--chunk-tokens 512)",
+            ["--prefill", "http://h:1,h:2", "--decode", "http://h:3,h:4", "--chunk-tokens", "256"],
+            "--prompt-tokens: 512 is more than one step computes (--chunk-tokens 256)",
         ),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_calibration_writes_a_profile_that_loads_and_says_what_to_set(tmp_path
     assert "kvshuttle bench calibrate" in profile.provenance
     values = json.loads((tmp_path / "calibration.json").read_text())
     assert values["kv_recompute_threshold"] == values["recompute_threshold_tokens"] == 16
-    assert len(values["pull_ms"]) == len(values["push_ms"]) == 9
+    assert len(values["pull_ms"]) == len(values["push_ms"]) == 6
     page = (tmp_path / "calibration.md").read_text()
     assert "kv_recompute_threshold = 16" in page
     assert "| 0 | 256 | 144.6 (144.6 to 144.6) |" in page
