@@ -188,7 +188,10 @@ class GridPlan:
             raise ConfigError("prompts: repeated takes has_decode_prefix_cache = false, or nothing would be handed off")
 
     def _check_scales(self) -> None:
-        """A model that computes can be neither slowed nor made smaller."""
+        """A model that computes can be neither slowed nor made smaller, and its KV has the profile's format."""
+        dtype = self.effective_profile().geometry.dtype
+        if REAL_SYSTEMS & set(self.systems) and self.dtype not in ("auto", dtype):
+            raise ConfigError(f"dtype: {dtype} as in the profile {self.profile}, got {self.dtype!r}")
         for name in ("time_scale", "bytes_scale"):
             if REAL_SYSTEMS & set(self.systems) and getattr(self, name) != 1:
                 raise ConfigError(f"{name}: 1 beside systems on a model that computes, got {getattr(self, name):g}")

@@ -255,7 +255,7 @@ def test_a_calibration_writes_a_profile_that_loads_and_says_what_to_set(tmp_path
     profile = load_profile(str(path))
     assert (profile.name, profile.geometry) == ("mine", Geometry(30, 3, 64))
     assert profile.prefill.per_token_ms == pytest.approx(0.5, rel=0.01)
-    assert profile.decode.contexts == (28, 44)
+    assert profile.decode.contexts == (24, 40)
     assert profile.decode.steps_ms == ((31.0, 31.0), (32.0, 32.0))
     assert "kvshuttle bench calibrate" in profile.provenance
     values = json.loads((tmp_path / "calibration.json").read_text())
@@ -275,7 +275,7 @@ def test_an_engine_that_others_use_is_refused(clockwork: Clockwork, tmp_path: Pa
 
 def test_a_place_without_steps_is_named(clockwork: Clockwork, tmp_path: Path) -> None:
     clockwork.decode_ms = lambda _num: []  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="decode: no step of 1 requests at 28 tokens was measured"):
+    with pytest.raises(ConfigError, match="decode: no step of 1 requests at 24 tokens was measured"):
         run_calibrate(replace(PLAN, repeats=2), tmp_path, env={}, say=lambda _: None)
 
 

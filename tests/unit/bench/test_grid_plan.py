@@ -27,6 +27,10 @@ if TYPE_CHECKING:
             "time_scale: 1 beside systems on a model that computes, got 4",
         ),
         (
+            {"systems": ["shuttle-push-real"], "time_scale": 1, "dtype": "float32"},
+            "dtype: bfloat16 as in the profile h200-tp8-qwen3-32b, got 'float32'",
+        ),
+        (
             {"systems": ["shuttle-pull-real"], "time_scale": 1, "bytes_scale": 0.5},
             "bytes_scale: 1 beside systems on a model that computes, got 0.5",
         ),
