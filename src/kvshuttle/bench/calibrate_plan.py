@@ -33,7 +33,7 @@ class CalibratePlan:
     dtype: str = "auto"
     """vLLM's ``--dtype`` of a pair that is started."""
     prompt_tokens: tuple[str, ...] = ("64", "128", "256", "512")
-    """Lengths of prompts to compute, and to hand off. These are for a CPU; profiles of accelerators take longer ones."""
+    """Lengths of prompts to compute, and to hand off. These suit a CPU; profiles of accelerators take longer ones."""
     contexts: tuple[str, ...] = ("128", "512")
     """Tokens before the first one that is decoded, about."""
     batches: tuple[str, ...] = ("1", "2", "4", "8")
