@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.bench.calibrate_plan import CalibratePlan
 from kvshuttle.bench.churn_plan import ChurnPlan
 from kvshuttle.bench.grid_plan import GridPlan
 from kvshuttle.bench.plan import HandoffPlan
@@ -81,6 +82,10 @@ def bench_churn_knobs() -> str:
     return knobs_with_options(ChurnPlan, "bench churn")
 
 
+def bench_calibrate_knobs() -> str:
+    return knobs_with_options(CalibratePlan, "bench calibrate")
+
+
 def bench_run_keys() -> str:
     return table(["Key", "Default", "Meaning"], [[f"`{n}`", d, m] for n, d, m in knobs_of(GridPlan)])
 
@@ -119,7 +124,7 @@ def default_text(default: object, factory: object) -> str:
 
 def commands() -> str:
     """The command line, but for the options that are knobs."""
-    configs = (RouterConfig, LauncherConfig, HandoffPlan, TurnsPlan)
+    configs = (RouterConfig, LauncherConfig, HandoffPlan, TurnsPlan, CalibratePlan)
     knob_names = {knob.name for config in configs for knob in fields(config)}
     rows = []
     for name, (text, parser) in described_commands().items():
@@ -272,6 +277,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bench-handoff-knobs": bench_handoff_knobs,
     "bench-turns-knobs": bench_turns_knobs,
     "bench-churn-knobs": bench_churn_knobs,
+    "bench-calibrate-knobs": bench_calibrate_knobs,
     "bench-run-keys": bench_run_keys,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvshuttle
+from kvshuttle.bench.calibrate_plan import CalibratePlan
 from kvshuttle.bench.churn_plan import ChurnPlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.plan_file import OPTION_NAMES as BENCH_OPTION_NAMES
@@ -161,8 +162,18 @@ def _add_benchmarks(commands: Any) -> None:
     churn = _add_command(
         commands, "churn", _bench_churn, "more load than emulated engines can carry, while they are killed at random"
     )
+    calibrate = _add_command(
+        commands, "calibrate", _bench_calibrate, "time a pair of engines; write its profile and suggest thresholds"
+    )
     report = _add_command(commands, "report", _bench_report, "write the report of a run again")
-    plans = ((handoff, HandoffPlan), (turns, TurnsPlan), (run, None), (churn, ChurnPlan), (report, None))
+    plans = (
+        (handoff, HandoffPlan),
+        (turns, TurnsPlan),
+        (run, None),
+        (churn, ChurnPlan),
+        (calibrate, CalibratePlan),
+        (report, None),
+    )
     for parser, plan in plans:
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
         if plan is not None:
@@ -327,6 +338,13 @@ def _bench_churn(args: argparse.Namespace) -> int:
 
 def _log_to_standard_error() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _bench_calibrate(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.calibrate import run_calibrate
+
+    run_calibrate(CalibratePlan.from_mapping(_given(args, CalibratePlan)), args.out, env=os.environ, say=_say)
+    return 0
 
 
 def _bench_proxy(args: argparse.Namespace) -> int:

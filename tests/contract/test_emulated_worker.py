@@ -1,14 +1,24 @@
-"""What emulated engines take for granted of vLLM's own NIXL connectors, to run them without NIXL's progress thread."""
+"""What worker classes of ours take for granted of vLLM: of its NIXL connectors' agents, and of its model runner."""
 
 from support import quiet_vllm  # noqa: F401 - before anything that imports vLLM
 
 # isort: split
+import inspect
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from kvshuttle.emulate import traced_worker
+from kvshuttle.emulate.settings import additional_config
+from kvshuttle.emulate.trace import read_trace
+from kvshuttle.emulate.traced_worker import TracedWorker
 from kvshuttle.emulate.worker import _pace_progress_thread, _switch_progress_thread_off
 
 
@@ -31,3 +41,42 @@ def test_a_paced_progress_thread_takes_no_core(monkeypatch: pytest.MonkeyPatch) 
     time.sleep(1.0)
     assert time.process_time() - began_s < 0.2
     assert agent.get_agent_metadata()
+
+
+def test_a_worker_that_computes_times_the_model_that_its_runner_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(traced_worker.CPUWorker, "initialize_from_config", lambda *_: None)
+    metadata = SimpleNamespace(
+        seq_lens=torch.tensor([3]), query_start_loc=torch.tensor([0, 3]), block_table=torch.tensor([[5]])
+    )
+    monkeypatch.setattr(
+        traced_worker, "get_forward_context", lambda: SimpleNamespace(attn_metadata={"layer": metadata})
+    )
+    tokens = np.array([[7, 8, 9]], dtype=np.int32)
+    batch = SimpleNamespace(num_reqs=1, req_ids=["r"], num_prompt_tokens=np.array([3]), token_ids_cpu=tokens)
+    model = Doubling()
+    worker = object.__new__(TracedWorker)
+    worker.vllm_config = SimpleNamespace(additional_config=additional_config(trace_dir=str(tmp_path)))
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, input_batch=batch)
+    worker.initialize_from_config(None)
+    assert model.compute_logits(model(torch.tensor([1.0]))).item() == 4.0
+    (path,) = tmp_path.iterdir()
+    ((forward,), _) = read_trace(path)
+    assert [(request.start, request.end, request.num_prompt_tokens) for request in forward.requests] == [(0, 3, 3)]
+
+
+def test_vllms_runner_calls_what_is_timed() -> None:
+    text = inspect.getsource(GPUModelRunner)
+    assert "return self.model(\n" in text
+    assert "logits = self.model.compute_logits(sample_hidden_states)" in text
+
+
+class Doubling(torch.nn.Module):
+    """A model of one factor."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+    def compute_logits(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values

@@ -40,6 +40,7 @@ ENTRY_POINTS = {
     "kvshuttle.emulate.plugin": "vLLM's entry point vllm.general_plugins",
     "kvshuttle.emulate.model": "named to vLLM by the plugin",
     "kvshuttle.emulate.worker": "named by --worker-cls",
+    "kvshuttle.emulate.traced_worker": "named by --worker-cls",
     "kvshuttle.connector.quiet_waits": "vLLM's plugin entry point, see pyproject.toml",
     "kvshuttle.transport.memory": "the verified fake; shipped for the contract suite and the simulator",
     "kvshuttle.transport.faulty": "the seeded fault wrapper; shipped for the contract suite and the simulator",

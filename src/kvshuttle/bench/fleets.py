@@ -40,6 +40,8 @@ class Arrangement:
     connector: SystemName | None
     front: Front
     mode: str = ""
+    is_real: bool = False
+    """Its engines compute a model."""
 
     @property
     def is_plain(self) -> bool:
@@ -57,9 +59,10 @@ def _upstream(name: SystemName) -> Arrangement:
     return Arrangement(system.title, name, Front.PROXY, str(system.mode))
 
 
-def _shuttle(mode: ModeChoice) -> Arrangement:
+def _shuttle(mode: ModeChoice, *, is_real: bool = False) -> Arrangement:
     # One connector for all modes, so that engines stay when only the mode changes.
-    return Arrangement(f"kvshuttle {mode}", SystemName.SHUTTLE_PUSH, Front.ROUTER, str(mode))
+    title = f"kvshuttle {mode}" + (", computing" if is_real else "")
+    return Arrangement(title, SystemName.SHUTTLE_PUSH, Front.ROUTER, str(mode), is_real)
 
 
 ARRANGEMENTS: dict[GridSystem, Arrangement] = {
@@ -73,6 +76,8 @@ ARRANGEMENTS: dict[GridSystem, Arrangement] = {
     GridSystem.SHUTTLE_PULL: _shuttle(ModeChoice.PULL),
     GridSystem.SHUTTLE_PUSH: _shuttle(ModeChoice.PUSH),
     GridSystem.SHUTTLE_AUTO: _shuttle(ModeChoice.AUTO),
+    GridSystem.SHUTTLE_PULL_REAL: _shuttle(ModeChoice.PULL, is_real=True),
+    GridSystem.SHUTTLE_PUSH_REAL: _shuttle(ModeChoice.PUSH, is_real=True),
     GridSystem.FRONT_NONE: Arrangement("decode engine alone, asked directly", SystemName.SHUTTLE_PUSH, Front.NONE),
     GridSystem.FRONT_PROXY: Arrangement(
         "decode engine alone, behind the proxy", SystemName.SHUTTLE_PUSH, Front.PROXY, ProxyMode.ALONE
@@ -83,42 +88,28 @@ ARRANGEMENTS: dict[GridSystem, Arrangement] = {
 }
 
 
+def wanted_engines(connector: SystemName | None, plan: GridPlan, slots: int) -> list[tuple[Role, EngineKnobs]]:
+    """All engines by role, prefill first; or the one that does everything. ``slots``: of those that decode."""
+
+    def knobs(num_slots: int, kv_cache_gib: int, *, has_prefix_cache: bool) -> EngineKnobs:
+        return EngineKnobs(
+            plan.max_model_len, plan.chunk_tokens, num_slots, kv_cache_gib, plan.is_quiet_wait, has_prefix_cache
+        )
+
+    if connector is None:
+        return [(Role.PLAIN, knobs(slots, plan.prefill_kv_gib, has_prefix_cache=plan.has_prefill_prefix_cache))]
+    prefill = knobs(plan.prefill_slots, plan.prefill_kv_gib, has_prefix_cache=plan.has_prefill_prefix_cache)
+    decode = knobs(slots, plan.decode_kv_gib, has_prefix_cache=plan.has_decode_prefix_cache)
+    return [(Role.PREFILL, prefill)] * plan.num_prefill + [(Role.DECODE, decode)] * plan.num_decode
+
+
 def plan_engines(
     connector: SystemName | None, plan: GridPlan, slots: int, places: Places, ports: Iterator[int], python: str
 ) -> tuple[ProcessPlan, ...]:
-    """All engines: ``prefill-0`` …, ``decode-0`` …, or the one ``plain-0``. ``slots``: of those that decode."""
-    prefill = EngineKnobs(
-        plan.max_model_len,
-        plan.chunk_tokens,
-        plan.prefill_slots,
-        plan.prefill_kv_gib,
-        plan.is_quiet_wait,
-        plan.has_prefill_prefix_cache,
-    )
-    decode = EngineKnobs(
-        plan.max_model_len,
-        plan.chunk_tokens,
-        slots,
-        plan.decode_kv_gib,
-        plan.is_quiet_wait,
-        plan.has_decode_prefix_cache,
-    )
-    plain = EngineKnobs(
-        plan.max_model_len,
-        plan.chunk_tokens,
-        slots,
-        plan.prefill_kv_gib,
-        plan.is_quiet_wait,
-        plan.has_prefill_prefix_cache,
-    )
-    wanted = [(Role.PREFILL, prefill)] * plan.num_prefill + [(Role.DECODE, decode)] * plan.num_decode
-    system: System | None = None
-    if connector is None:
-        wanted = [(Role.PLAIN, plain)]
-    else:
-        system = SYSTEMS[connector]
+    """All engines, emulated: ``prefill-0`` …, ``decode-0`` …, or the one ``plain-0``."""
+    system: System | None = None if connector is None else SYSTEMS[connector]
     engines: list[ProcessPlan] = []
-    for role, knobs in wanted:
+    for role, knobs in wanted_engines(connector, plan, slots):
         name = f"{role}-{sum(engine.role is role for engine in engines)}"
         engines.append(plan_engine(system, role, name, knobs, places, ports, python))
     return tuple(engines)

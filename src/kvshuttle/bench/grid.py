@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvshuttle.bench.fleets import ARRANGEMENTS, plan_engines, plan_front
+from kvshuttle.bench.fleets import ARRANGEMENTS, plan_engines, plan_front, wanted_engines
 from kvshuttle.bench.grid_cells import Standing
 from kvshuttle.bench.grid_figures import PREFILL_NAME
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
@@ -21,20 +21,24 @@ from kvshuttle.bench.inspection import save_metrics
 from kvshuttle.bench.load import LoadGenerator, write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan_file import claim
+from kvshuttle.bench.real_engines import RealModel, plan_real_engines
 from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, TOKENIZER_DIR
 from kvshuttle.bench.systems import MODEL_NAME, Places
+from kvshuttle.bench.turns_fleet import Host
 from kvshuttle.clock import now_s
+from kvshuttle.config import LauncherConfig
 from kvshuttle.emulate.model_dir import write_model_dir
 from kvshuttle.launcher.fleet import Fleet
-from kvshuttle.launcher.machine import free_ports
-from kvshuttle.launcher.plan import FleetPlan
+from kvshuttle.launcher.machine import free_ports, this_machine
+from kvshuttle.launcher.model import cache_dir_from
+from kvshuttle.launcher.plan import FleetPlan, served_name
+from kvshuttle.launcher.prepare import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from kvshuttle.bench.grid_plan import GridCell
-    from kvshuttle.bench.plan import SystemName
     from kvshuttle.launcher.plan import ProcessPlan
 
 _SETTLE_S = 1.0
@@ -100,30 +104,55 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
         while run.waiting:
             # What needs the same engines, in the order of the plan; after a failure the rest of it, on new ones.
             system, cell = run.waiting[0]
-            _measure_on_same_engines(ARRANGEMENTS[system].connector, cell.slots, run)
+            _measure_on_same_engines(system, cell.slots, run)
 
 
-def _measure_on_same_engines(connector: SystemName | None, slots: int, run: _Run) -> None:
+def _measure_on_same_engines(first: GridSystem, slots: int, run: _Run) -> None:
     """Start engines and run on them all waiting cells that they can serve, or as many as go well."""
-    names = [name for name, cell in run.waiting if ARRANGEMENTS[name].connector is connector and cell.slots == slots]
-    places = Places(run.out_dir / "model", run.out_dir / "traces" / f"{connector or 'plain'}-{slots}")
+    names = [name for name, cell in run.waiting if _has_same_engines(name, first) and cell.slots == slots]
+    name = f"{_kind(first)}-{slots}"
+    places = Places(run.out_dir / "model", run.out_dir / "traces" / name)
     shutil.rmtree(places.trace_dir, ignore_errors=True)
-    ports = free_ports(random.Random())
-    engines = plan_engines(connector, run.plan, slots, places, ports, sys.executable)
-    log_dir = run.out_dir / "logs" / f"{connector or 'plain'}-{slots}"
+    host = Host(this_machine(), free_ports(random.Random()), sys.executable)
+    model_name, engines = _plan_engines(first, slots, places, host, run)
     run.say(f"starting {', '.join(engine.name for engine in engines)} for {', '.join(dict.fromkeys(names))}")
-    with Fleet(FleetPlan(MODEL_NAME, engines), env=run.env, log_dir=log_dir, report=run.say) as fleet:
+    plan = FleetPlan(model_name, engines)
+    with Fleet(plan, env=run.env, log_dir=run.out_dir / "logs" / name, report=run.say) as fleet:
         fleet.start(timeout_s=run.plan.startup_timeout_s)
         for system in dict.fromkeys(names):
             cells = [cell for name, cell in run.waiting if name is system and cell.slots == slots]
-            with _front(system, engines, ports, run) as (url, front_pid):
-                standing = Standing(run.plan, system, engines, places, run.out_dir, run.load, url, front_pid)
+            with _front(system, engines, host.ports, run) as (url, front_pid):
+                standing = Standing(
+                    run.plan, system, engines, places, run.out_dir, run.load, url, front_pid, model_name
+                )
                 is_well = _run_cells(standing, cells, run)
             if not is_well or fleet.dead():
                 run.say("the engines are started anew")
                 return
             save_metrics(run.out_dir, f"{system}-{slots}", engines)
     shutil.rmtree(places.trace_dir, ignore_errors=True)
+
+
+def _has_same_engines(one: GridSystem, other: GridSystem) -> bool:
+    return _kind(one) == _kind(other)
+
+
+def _kind(system: GridSystem) -> str:
+    """Of a system's engines, for files."""
+    arrangement = ARRANGEMENTS[system]
+    return f"{arrangement.connector or 'plain'}{'-real' if arrangement.is_real else ''}"
+
+
+def _plan_engines(
+    system: GridSystem, slots: int, places: Places, host: Host, run: _Run
+) -> tuple[str, tuple[ProcessPlan, ...]]:
+    """What clients call their model, and the engines."""
+    connector = ARRANGEMENTS[system].connector
+    if not ARRANGEMENTS[system].is_real:
+        return MODEL_NAME, plan_engines(connector, run.plan, slots, places, host.ports, host.python)
+    location = find_model(run.plan.model, cache_dir_from(run.env), env=run.env, report=run.say)
+    model = RealModel(served_name(LauncherConfig(model=run.plan.model)), location, run.plan.dtype)
+    return model.name, plan_real_engines(model, wanted_engines(connector, run.plan, slots), places, host)
 
 
 @contextlib.contextmanager

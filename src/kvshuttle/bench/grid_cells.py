@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
-from kvshuttle.bench.grid_figures import served_requests, step_pace, wrong_prompts
+from kvshuttle.bench.fleets import ARRANGEMENTS
+from kvshuttle.bench.grid_figures import served_in_order, served_requests, step_pace, wrong_prompts
 from kvshuttle.bench.grid_plan import WARM_UP_ANSWER_TOKENS, WARM_UP_TOKENS, GridPlan, GridSystem, Prompts
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord
 from kvshuttle.bench.inspection import total_over
@@ -21,6 +22,7 @@ from kvshuttle.bench.legs import complete
 from kvshuttle.bench.load import LoadGenerator, LoadOrder, load_arguments, parse_result, write_prompts
 from kvshuttle.bench.machine_load import machine_busy_s, process_cpu_s
 from kvshuttle.bench.run_files import TOKENIZER_DIR
+from kvshuttle.bench.systems import MODEL_NAME
 from kvshuttle.bench.tracer import Tracer
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvshuttle.bench.grid_plan import GridCell
+    from kvshuttle.bench.grid_records import Served
+    from kvshuttle.bench.load import LoadResult
     from kvshuttle.bench.systems import Places
     from kvshuttle.emulate.trace import Pass
     from kvshuttle.launcher.plan import ProcessPlan
@@ -54,6 +58,7 @@ class Standing:
     load: LoadGenerator
     url: str
     front_pid: int
+    model_name: str = MODEL_NAME
     tracers: dict[str, Tracer] = field(default_factory=dict)
     _computed: set[tuple[int, int]] = field(default_factory=set)
     """Lengths and seeds whose prompts the prefill engine has in its cache."""
@@ -69,10 +74,13 @@ class Standing:
             prompts = [[rng.randrange(FIRST_WORD, VOCAB_SIZE) for _ in range(WARM_UP_TOKENS)] for _ in range(num_pairs)]
             try:
                 with ThreadPoolExecutor(num_pairs) as executor:
-                    list(executor.map(lambda each: complete(self.url, each, max_tokens=WARM_UP_ANSWER_TOKENS), prompts))
+                    list(executor.map(self._warm_up_with, prompts))
             except (OSError, http.client.HTTPException) as error:
                 raise TransportError(f"{self.system}: the first requests failed: {error}") from error
         self.tracers = {engine.name: Tracer(self.places.trace_dir_of(engine.name)) for engine in self.engines}
+
+    def _warm_up_with(self, prompt: list[int]) -> None:
+        complete(self.url, prompt, max_tokens=WARM_UP_ANSWER_TOKENS, model=self.model_name)
 
     def has_computed(self, cell: GridCell) -> bool:
         """False where the plan repeats prompts and the prefill engine does not have this cell's yet."""
@@ -110,7 +118,7 @@ class Standing:
         quiet, moving = step_pace(traces)
         return with_fields(
             record,
-            requests=served_requests(result, traces, output_tokens=cell.output_tokens),
+            requests=self._served(result, traces, cell.output_tokens),
             duration_s=result.duration,
             quiet=quiet,
             moving=moving,
@@ -120,6 +128,12 @@ class Standing:
             load_average=os.getloadavg()[0],
             error=_corruption(wrong_prompts(traces), int(corrupted)),
         )
+
+    def _served(self, result: LoadResult, traces: Mapping[str, Sequence[Pass]], output_tokens: int) -> list[Served]:
+        """Only of an emulated engine is it known what it must answer."""
+        if ARRANGEMENTS[self.system].is_real:
+            return served_in_order(result, traces, output_tokens=output_tokens)
+        return served_requests(result, traces, output_tokens=output_tokens)
 
     def _make_load(self, order: LoadOrder, cell: GridCell, *, output_tokens: int) -> bytes:
         """Run the load generator. Returns what it wrote, which is kept, compressed."""
@@ -156,6 +170,7 @@ class Standing:
             self.plan.sent_rate(cell.rate),
             self.plan.burstiness,
             cell.seed,
+            self.model_name,
         )
 
     def _first_prompt(self, cell: GridCell) -> int:

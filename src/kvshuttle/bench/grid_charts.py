@@ -28,6 +28,8 @@ STYLES: dict[str, str] = {
     GridSystem.SHUTTLE_PULL: "#2b9a66",
     GridSystem.SHUTTLE_PUSH: "#2f6fd0",
     GridSystem.SHUTTLE_AUTO: "#8a4fc4",
+    GridSystem.SHUTTLE_PULL_REAL: "#0b5d3b",
+    GridSystem.SHUTTLE_PUSH_REAL: "#12305e",
     GridSystem.FRONT_NONE: "light-dark(#555d66,#a9b2bd)",
     GridSystem.FRONT_PROXY: "#e08a1e",
     GridSystem.FRONT_ROUTER: "#2f6fd0",

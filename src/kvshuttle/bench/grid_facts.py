@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.bench.grid_plan import Prompts
+from kvshuttle.bench.grid_plan import REAL_SYSTEMS, Prompts
 from kvshuttle.bench.markdown import machine_rows
 from kvshuttle.bench.sections import Section
 
@@ -51,6 +51,10 @@ def facts_section(results: GridResults) -> Section:
             f" burstiness {plan.burstiness:g}; seeds {', '.join(map(str, plan.seeds))}, {plan.repeats} run(s) of each",
         ),
     ]
+    if REAL_SYSTEMS & set(results.systems):
+        rows.insert(
+            4, ("Model", f"systems that compute: {plan.model}, --dtype {plan.dtype}, as kvshuttle up starts it")
+        )
     return Section("What was run", "", ("", ""), rows)
 
 

@@ -52,23 +52,44 @@ def served_requests(result: LoadResult, traces: Mapping[str, Sequence[Pass]], *,
     """All requests of one cell. ``traces``: by engine, only passes since the cell began."""
     seen = _sightings(traces)
     keys = {expected_text(key, each.num_prompt_tokens, output_tokens): key for key, each in seen.decode.items()}
+    found = [keys.get(normal_text(text), "") for text in result.generated_texts]
+    faults = [
+        _fault(text, num, output_tokens, key)
+        for text, num, key in zip(result.generated_texts, result.output_lens, found, strict=True)
+    ]
+    return _joined(result, seen, found, faults)
+
+
+def served_in_order(result: LoadResult, traces: Mapping[str, Sequence[Pass]], *, output_tokens: int) -> list[Served]:
+    """The same of engines that compute, whose answers nothing foretells: prompts are computed in the order of sending.
+
+    Where the trace tells of more or fewer prompts than were sent, nothing is known of stages.
+    """
+    seen = _sightings(traces)
+    sent = sorted(range(len(result.start_times)), key=result.start_times.__getitem__)
+    seen_first = sorted(seen.prefill, key=lambda key: seen.prefill[key].first.start_s)
+    found = [""] * len(sent)
+    if len(seen_first) == len(sent):
+        for index, key in zip(sent, seen_first, strict=True):
+            found[index] = key
+    faults = ["" if num == output_tokens else _too_short(num, output_tokens) for num in result.output_lens]
+    return _joined(result, seen, found, faults)
+
+
+def _joined(result: LoadResult, seen: _Sightings, keys: Sequence[str], faults: Sequence[str]) -> list[Served]:
+    """Client and engines together. ``keys``: each request's prompt, "" where it is not known."""
     began_at_s = min(result.start_times, default=0.0)
-    requests = []
-    for index, text in enumerate(result.generated_texts):
-        key = keys.get(normal_text(text), "")
-        error = result.errors[index].strip().rsplit("\n", 1)[-1][:_ERROR_CHARACTERS]
-        sent_at_s = result.start_times[index]
-        requests.append(
-            Served(
-                sent_s=sent_at_s - began_at_s,
-                ttft_s=result.ttfts[index],
-                latency_s=result.latencies[index],
-                num_output_tokens=result.output_lens[index],
-                error=error or _fault(text, result.output_lens[index], output_tokens, key),
-                **_stages(seen, key, sent_at_s),
-            )
+    return [
+        Served(
+            sent_s=sent_at_s - began_at_s,
+            ttft_s=result.ttfts[index],
+            latency_s=result.latencies[index],
+            num_output_tokens=result.output_lens[index],
+            error=result.errors[index].strip().rsplit("\n", 1)[-1][:_ERROR_CHARACTERS] or faults[index],
+            **_stages(seen, keys[index], sent_at_s),
         )
-    return requests
+        for index, sent_at_s in enumerate(result.start_times)
+    ]
 
 
 def wrong_prompts(traces: Mapping[str, Sequence[Pass]]) -> dict[str, str]:
@@ -168,8 +189,12 @@ def _fault(text: str, num_tokens: int, wanted: int, key: str) -> str:
     if _WRONG_KV in text:
         return "wrong KV"
     if num_tokens != wanted:
-        return f"answered {num_tokens} of {wanted} tokens"
+        return _too_short(num_tokens, wanted)
     return "" if key else "the answer is not that of any prompt"
+
+
+def _too_short(num_tokens: int, wanted: int) -> str:
+    return f"answered {num_tokens} of {wanted} tokens"
 
 
 def _request(forward: Pass, key: str) -> PassedRequest:

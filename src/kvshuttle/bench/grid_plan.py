@@ -55,6 +55,12 @@ class GridSystem(StrEnum):
     """The same engines behind the proxy, which passes requests on to the decode engines alone."""
     FRONT_ROUTER = "front-router"
     """The same engines behind our router, told to leave the prefill engines out."""
+    SHUTTLE_PULL_REAL = "shuttle-pull-real"
+    SHUTTLE_PUSH_REAL = "shuttle-push-real"
+    """Ours on engines that compute a model, as `kvshuttle up` starts them: what emulated ones are compared with."""
+
+
+REAL_SYSTEMS = frozenset({GridSystem.SHUTTLE_PULL_REAL, GridSystem.SHUTTLE_PUSH_REAL})
 
 
 class Prompts(StrEnum):
@@ -143,6 +149,10 @@ class GridPlan:
     """KV cache of each decode engine."""
     is_quiet_wait: bool = True
     """vLLM's processes sleep while they wait for each other instead of spinning, in every system alike."""
+    model: str = "smollm2"
+    """Of systems on engines that compute: the bundled model, or the directory of another."""
+    dtype: str = "auto"
+    """vLLM's ``--dtype`` for that model."""
     startup_timeout_s: float = 300.0
     """Longest wait until the engines of a system are healthy."""
     first_token_timeout_s: float = 120.0
@@ -160,6 +170,7 @@ class GridPlan:
             _check_kind(knob.name, str(knob.type), getattr(self, knob.name))
         self._check_number_of_prompts()
         self._check_repeated_prompts()
+        self._check_scales()
         self._check_room()
 
     def _check_number_of_prompts(self) -> None:
@@ -175,6 +186,15 @@ class GridPlan:
             raise ConfigError("prompts: repeated takes one prefill engine, with has_prefill_prefix_cache = true")
         if self.has_decode_prefix_cache:
             raise ConfigError("prompts: repeated takes has_decode_prefix_cache = false, or nothing would be handed off")
+
+    def _check_scales(self) -> None:
+        """A model that computes can be neither slowed nor made smaller, and its KV has the profile's format."""
+        dtype = self.effective_profile().geometry.dtype
+        if REAL_SYSTEMS & set(self.systems) and self.dtype not in ("auto", dtype):
+            raise ConfigError(f"dtype: {dtype} as in the profile {self.profile}, got {self.dtype!r}")
+        for name in ("time_scale", "bytes_scale"):
+            if REAL_SYSTEMS & set(self.systems) and getattr(self, name) != 1:
+                raise ConfigError(f"{name}: 1 beside systems on a model that computes, got {getattr(self, name):g}")
 
     def _check_room(self) -> None:
         """A request of full length fits every engine; repeated prompts of a length all fit the prefill engine."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvshuttle.bench.figures import percentile
 from kvshuttle.bench.fleets import ARRANGEMENTS
 from kvshuttle.bench.grid_charts import STAGES, STYLES, gap_charts, legend, rate_charts, stage_charts, stage_means_ms
+from kvshuttle.bench.grid_error import error_section
 from kvshuttle.bench.grid_facts import facts_section
 from kvshuttle.bench.grid_figures import drift, fairness
 from kvshuttle.bench.grid_records import NOT_KNOWN, Served, StepPace
@@ -36,6 +37,7 @@ def report_sections(results: GridResults) -> list[Section]:
     """The whole report."""
     sections = [
         facts_section(results),
+        error_section(results),
         _latency(results, "Time to the first token", "TTFT", lambda request: request.ttft_s),
         _latency(results, "Time per output token", "TPOT", lambda request: request.tpot_s),
         _spread(results),
@@ -130,7 +132,8 @@ def _pace(results: GridResults) -> Section:
 
     return Section(
         "Decode steps while prompts are on their way",
-        "How much longer decode engines' steps take, from start to start, than the profile says for their batch: while"
+        "How much longer decode engines' steps take, from start to start, than the profile says for their batch (where"
+        " engines compute: than their passes took): while"
         " some prompt is computed for them or handed to them / while none is = slowed down by. One number where only"
         " one of both occurred.",
         *_table(results, text),
@@ -243,8 +246,8 @@ def _not_counted(results: GridResults) -> Section:
         "What does not count, and what went another way",
         f"{len(results.records)} cells with {len(requests)} requests; {len(failed_cells)} cells and {num_failed}"
         " requests do not count. Every answer was compared with the one that its prompt must have, and every block of"
-        " KV with the tokens that it stands for; one wrong block fails its cell. Requests whose prompt the decode"
-        " engine computed itself, after a failed hand-off, do count.",
+        " KV with the tokens that it stands for, but on engines that compute; one wrong block fails its cell. Requests"
+        " whose prompt the decode engine computed itself, after a failed hand-off, do count.",
         ("What", "System", "Where", "Why"),
         rows,
     )

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvshuttle.bench.router_calls import fetch_json
 from kvshuttle.clock import now_s
 from kvshuttle.errors import TransportError
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
@@ -58,6 +59,12 @@ def pool_of(card: EngineCard) -> Pool:
         block_size_tokens=card.fingerprint.block_size_tokens,
         block_len_bytes=sum(region.block_len_bytes for region in regions),
     )
+
+
+def model_of(url: str) -> str:
+    """The first model that an engine serves. Raises ``PeerUnreachable``."""
+    models = fetch_json(url, "/v1/models").get("data") or [{}]
+    return str(models[0].get("id", ""))
 
 
 def total_over(engines: Sequence[ProcessPlan], series: str) -> float:

@@ -35,6 +35,8 @@ class Pair:
     decode_url: str
     prefill_side_port: int
     source: Peer | None
+    model: str = MODEL_NAME
+    """What the engines call it."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,9 @@ def send(
 
 def _pull(pair: Pair, prompt: Sequence[int], output_tokens: int, driven: Driven) -> None:
     transfer_id = mint("bench")
-    answer = complete(pair.prefill_url, prompt, max_tokens=1, kv_transfer_params=_prefill_params(pair, transfer_id))
+    answer = complete(
+        pair.prefill_url, prompt, max_tokens=1, model=pair.model, kv_transfer_params=_prefill_params(pair, transfer_id)
+    )
     driven.prefill_answered_at_s = now_s()
     result = answer.get("kv_transfer_params")
     if pair.system.protocol is Protocol.SHUTTLE:
@@ -120,6 +124,7 @@ def _push(pair: Pair, prompt: Sequence[int], output_tokens: int, driven: Driven)
             pair.prefill_url,
             prompt,
             max_tokens=1,
+            model=pair.model,
             kv_transfer_params=_prefill_params(pair, transfer_id),
             headers=headers,
         )
@@ -137,7 +142,12 @@ def _finish(
     headers: Mapping[str, str],
 ) -> None:
     answer = complete(
-        pair.decode_url, prompt, max_tokens=output_tokens, kv_transfer_params=dict(params), headers=dict(headers)
+        pair.decode_url,
+        prompt,
+        max_tokens=output_tokens,
+        model=pair.model,
+        kv_transfer_params=dict(params),
+        headers=dict(headers),
     )
     driven.answered_at_s = now_s()
     driven.token_text = answer["choices"][0]["text"]

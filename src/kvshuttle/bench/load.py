@@ -99,6 +99,7 @@ class LoadOrder:
     rate: float
     burstiness: float
     seed: int
+    model_name: str = MODEL_NAME
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -154,7 +155,7 @@ def load_arguments(order: LoadOrder) -> list[str]:
         "--backend": "openai",
         "--base-url": order.url,
         "--endpoint": "/v1/completions",
-        "--model": MODEL_NAME,
+        "--model": order.model_name,
         "--tokenizer": str(order.tokenizer_dir),
         "--dataset-name": "timed_trace",
         "--dataset-path": str(order.dataset_path),
@@ -169,7 +170,8 @@ def load_arguments(order: LoadOrder) -> list[str]:
         "--result-dir": str(order.result_path.parent),
         "--result-filename": order.result_path.name,
     }
-    switches = ["--no-self-timed", "--disable-tqdm", "--save-result", "--save-detailed"]
+    # Answers are as long as asked for; emulated ones do not end sooner in any case.
+    switches = ["--ignore-eos", "--no-self-timed", "--disable-tqdm", "--save-result", "--save-detailed"]
     return [*switches, *(word for pair in options.items() for word in pair)]
 
 

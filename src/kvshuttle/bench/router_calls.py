@@ -41,6 +41,11 @@ def forget(url: str, names: Iterable[str], *, api_key: str) -> None:
         _call(url, "DELETE", path, {"authorization": f"Bearer {api_key}"})
 
 
+def fetch_json(url: str, path: str) -> dict[str, Any]:
+    """What a router or an engine answers to a GET. Raises ``PeerUnreachable``."""
+    return _call(url, "GET", path, {})
+
+
 def _call(url: str, method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
     parts = urlsplit(url)
     assert parts.hostname is not None

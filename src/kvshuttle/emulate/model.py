@@ -11,10 +11,11 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from kvshuttle.clock import now_s
+from kvshuttle.emulate.batch import rows_of
 from kvshuttle.emulate.model_dir import CONFIG_KEY, VOCAB_SIZE, WRONG_KV
 from kvshuttle.emulate.pattern import Stamps
 from kvshuttle.emulate.profile import parse_profile
-from kvshuttle.emulate.steps import BatchRow, Emulation
+from kvshuttle.emulate.steps import Emulation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +79,7 @@ class EmulatedModel(torch.nn.Module):
         metadata = get_forward_context().attn_metadata
         if self._emulation is None or not metadata or not self._batch.num_reqs:
             return hidden
-        rows = self._rows(next(iter(metadata.values())))
+        rows = rows_of(self._batch, next(iter(metadata.values())))
         step = self._emulation.step(rows, started_at_s=started_at_s)
         for row, token in zip(rows, step.tokens, strict=True):
             hidden[row.last_index, 0] = token
@@ -102,27 +103,3 @@ class EmulatedModel(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """There are none."""
         return set()
-
-    def _rows(self, metadata: Any) -> list[BatchRow]:
-        """The batch as an attention layer sees it: where each request's blocks lie, and which tokens are new."""
-        batch = self._batch
-        num_reqs = batch.num_reqs
-        ends = metadata.seq_lens[:num_reqs].tolist()
-        starts_in_batch = metadata.query_start_loc[: num_reqs + 1].tolist()
-        block_tables = metadata.block_table[:num_reqs].numpy()
-        rows = []
-        for index, end in enumerate(ends):
-            num_new = starts_in_batch[index + 1] - starts_in_batch[index]
-            rows.append(
-                BatchRow(
-                    request_id=batch.req_ids[index],
-                    start=end - num_new,
-                    end=end,
-                    num_prompt_tokens=int(batch.num_prompt_tokens[index]),
-                    token_ids=batch.token_ids_cpu[index, :end],
-                    prompt_token_ids=batch.token_ids_cpu[index, : int(batch.num_prompt_tokens[index])],
-                    block_ids=block_tables[index],
-                    last_index=starts_in_batch[index + 1] - 1,
-                )
-            )
-        return rows

@@ -72,14 +72,16 @@ class Profile:
     def step_s(self, chunks: Sequence[tuple[int, int]], decode_contexts: Sequence[int]) -> float:
         """Seconds of one step: prefill ``chunks`` of (tokens before, tokens in it) and one token for each context.
 
-        In a mixed step weights are read once: decode adds only what it takes beyond the table's cheapest step.
+        In a mixed step weights are read once: decode adds only what it takes beyond the table's cheapest step. And any
+        step reads them, so that none is shorter than that one, however few tokens of a prompt it computes.
         """
         num_seqs = len(decode_contexts)
         decode_ms = self.decode.step_ms(num_seqs, sum(decode_contexts) / num_seqs if num_seqs else 0.0)
         if not chunks:
             return decode_ms / 1000
-        extra_ms = max(0.0, decode_ms - self.decode.step_ms(1, 0.0)) if num_seqs else 0.0
-        return (self.prefill.step_ms(chunks) + extra_ms) / 1000
+        cheapest_ms = self.decode.step_ms(1, 0.0)
+        extra_ms = max(0.0, decode_ms - cheapest_ms) if num_seqs else 0.0
+        return (max(self.prefill.step_ms(chunks), cheapest_ms) + extra_ms) / 1000
 
     def scaled(self, *, time_scale: float, bytes_scale: float) -> Profile:
         """The same, slowed and with about ``bytes_scale`` times the KV bytes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 CONFIG_KEY = "kvshuttle_emulate"
@@ -23,3 +25,18 @@ def additional_config(
         "nixl_progress_pause_us": nixl_progress_pause_us,
     }
     return {CONFIG_KEY: {key: value for key, value in values.items() if value is not None}}
+
+
+def options_in(additional: Any) -> dict[str, Any]:
+    """Our part of what vLLM holds as its additional configuration."""
+    return dict(additional.get(CONFIG_KEY, {})) if isinstance(additional, dict) else {}
+
+
+def trace_path_in(additional: Any) -> Path | None:
+    """Where this worker process writes its trace; its directory is made. None for nowhere."""
+    trace_dir = options_in(additional).get("trace_dir")
+    if not trace_dir:
+        return None
+    path = Path(trace_dir) / f"worker-{os.getpid()}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvshuttle.emulate.settings import CONFIG_KEY
+from kvshuttle.emulate.settings import options_in, trace_path_in
 
 
 class EmulatedWorker(CPUWorker):
@@ -19,22 +17,14 @@ class EmulatedWorker(CPUWorker):
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM has allocated the KV cache and before its connector registers it."""
-        options = self._options()
+        additional = self.vllm_config.additional_config
+        options = options_in(additional)
         if options.get("nixl_progress_thread") is False:
             _switch_progress_thread_off()
         if pause_us := options.get("nixl_progress_pause_us"):
             _pace_progress_thread(pause_us)
         super().initialize_from_config(*args, **kwargs)
-        trace_dir = options.get("trace_dir")
-        trace_path = None
-        if trace_dir:
-            trace_path = Path(trace_dir) / f"worker-{os.getpid()}.jsonl"
-            trace_path.parent.mkdir(parents=True, exist_ok=True)
-        self.model_runner.get_model().attach(self.model_runner.input_batch, trace_path)
-
-    def _options(self) -> dict[str, Any]:
-        additional = self.vllm_config.additional_config
-        return dict(additional.get(CONFIG_KEY, {})) if isinstance(additional, dict) else {}
+        self.model_runner.get_model().attach(self.model_runner.input_batch, trace_path_in(additional))
 
 
 def _switch_progress_thread_off() -> None:

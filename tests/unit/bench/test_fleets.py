@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvshuttle.bench.fleets import ARRANGEMENTS, Front, plan_engines, plan_front
+from kvshuttle.bench.fleets import ARRANGEMENTS, Front, plan_engines, plan_front, wanted_engines
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.proxy import ProxyMode, proxy_from_json
+from kvshuttle.bench.real_engines import TRACED_WORKER_CLASS, RealModel, plan_real_engines
 from kvshuttle.bench.systems import Places
+from kvshuttle.bench.turns_fleet import Host
 from kvshuttle.cli import _build_parser, router_config_from
-from kvshuttle.config import ModeChoice
+from kvshuttle.config import LauncherConfig, ModeChoice
 from kvshuttle.errors import ConfigError
+from kvshuttle.launcher.plan import Machine, plan_fleet
 from support.grid_values import grid_plan
 
 if TYPE_CHECKING:
@@ -106,3 +109,31 @@ def test_a_proxy_refuses_what_is_no_order_for_it(text: str) -> None:
 def test_a_proxy_has_the_modes_that_connectors_have() -> None:
     upstream = [name for name in GridSystem if name.startswith("upstream")]
     assert {ARRANGEMENTS[name].mode for name in upstream} == {ProxyMode.PULL, ProxyMode.PUSH}
+
+
+def test_engines_that_compute_are_started_like_up_does_and_time_themselves() -> None:
+    plan = grid_plan(prefill_slots=3, prefill_kv_gib=3, chunk_tokens=512)
+    model = RealModel("m", Path("somewhere"), "auto")
+    host = Host(Machine((0, 1)), count(20_000), "python")
+    wanted = wanted_engines(ARRANGEMENTS[GridSystem.SHUTTLE_PUSH_REAL].connector, plan, 8)
+    prefill, decode = plan_real_engines(model, wanted, PLACES, host)
+    assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
+    assert (prefill.cores, decode.cores) == ((0,), (1,))
+    assert (option(prefill, "--max-num-seqs"), option(decode, "--max-num-seqs")) == ("3", "8")
+    assert prefill.env["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert option(decode, "--worker-cls") == TRACED_WORKER_CLASS
+    assert str(PLACES.trace_dir_of("decode-0")) in option(decode, "--additional-config")
+    assert ["--no-enable-prefix-caching" in engine.argv for engine in (prefill, decode)] == [False, True]
+    up = plan_fleet(LauncherConfig(model="m"), Path("somewhere"), host.machine, count(30_000), "python").engines[0]
+    ports = {str(port) for port in (up.port, prefill.port)} | {up.side_address, prefill.side_address}
+    missing = [word for word in up.argv if word not in prefill.argv and word not in ports]
+    assert missing == [option(up, "--kv-transfer-config")]
+    assert set(up.env) <= set(prefill.env)
+
+
+def test_engines_on_a_gpu_are_not_timed_from_inside() -> None:
+    host = Host(Machine((0, 1), gpus=(0,), is_vllm_cpu_build=False), count(20_000), "python")
+    wanted = wanted_engines(ARRANGEMENTS[GridSystem.SHUTTLE_PUSH_REAL].connector, grid_plan(), 8)
+    engines = plan_real_engines(RealModel("m", Path("somewhere"), "auto"), wanted, PLACES, host)
+    assert all("--worker-cls" not in engine.argv for engine in engines)
+    assert all("VLLM_CPU_KVCACHE_SPACE" not in engine.env for engine in engines)

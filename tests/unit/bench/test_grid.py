@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from kvshuttle.bench import grid
 from kvshuttle.bench.grid import run_grid
 from kvshuttle.bench.grid_records import CellRecord, read_cells
+from kvshuttle.launcher.plan import FleetPlan
 from support.grid_values import grid_plan, served
 
 if TYPE_CHECKING:
@@ -122,6 +124,25 @@ def test_engines_stay_while_only_the_mode_changes(stage: Stage, tmp_path: Path) 
         "plain 2048 4",
     ]
     assert [record.system for record in read_cells(tmp_path / "cells.jsonl")] == [*OURS, "upstream-pull", "plain"]
+
+
+def test_engines_that_compute_are_others_with_a_model_of_their_own(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "find_model", lambda model, *_, **__: tmp_path / model)
+    models: list[str] = []
+    monkeypatch.setattr(grid, "FleetPlan", lambda name, engines: models.append(name) or FleetPlan(name, engines))
+    plan = grid_plan(systems=["shuttle-push", "shuttle-push-real"], time_scale=1, bytes_scale=1, prefill_kv_gib=8)
+    plan = replace(plan, decode_kv_gib=8)
+    assert stage.run(plan, tmp_path) == [
+        "start prefill-0 decode-0",
+        "warm shuttle-push",
+        "shuttle-push 2048 4",
+        "start prefill-0 decode-0",
+        "warm shuttle-push-real",
+        "shuttle-push-real 2048 4",
+    ]
+    assert models == ["emulated", "smollm2"]
 
 
 def test_other_slots_take_other_engines(stage: Stage, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshuttle.bench.answers import expected_text, normal_text
-from kvshuttle.bench.grid_figures import drift, fairness, served_requests, step_pace, wrong_prompts
+from kvshuttle.bench.grid_figures import drift, fairness, served_in_order, served_requests, step_pace, wrong_prompts
 from kvshuttle.bench.grid_records import NOT_KNOWN, StepPace, append_cell, read_cells
 from kvshuttle.emulate.pattern import prefix_sums, prompt_key
 from support.grid_values import KEYS, NUM_OUTPUT_TOKENS, answer_to, cell_record, forward, load_result, served
@@ -37,6 +37,17 @@ def test_a_request_is_found_in_the_traces_by_its_answer() -> None:
     assert (first.sent_s, second.sent_s) == pytest.approx((0.0, 0.9))
     assert (first.num_recomputed_tokens, first.error, second.error) == (1, "", "")
     assert second.tpot_s == pytest.approx(0.35 / 3)
+
+
+def test_requests_of_a_model_that_computes_are_found_by_their_order() -> None:
+    other = [forward(11.0, 11.5, (B, 0, 2048))], [forward(11.6, 11.7, (B, 2047, 2048))]
+    traces = {"prefill-0": PREFILL + other[0], "decode-0": DECODE + other[1]}
+    result = load_result(("whatever", 10.9, 0.85, 1.2), ("it says", 10.0, 0.62, 0.9))
+    second, first = served_in_order(result, traces, output_tokens=NUM_OUTPUT_TOKENS)
+    assert (first.gap_s, second.gap_s) == pytest.approx((0.06, 0.1))
+    assert (first.error, second.error) == ("", "")
+    (alone,) = served_in_order(load_result(("more", 10.0, 0.6, 0.9)), traces, output_tokens=8)
+    assert (alone.gap_s, alone.error) == (NOT_KNOWN, "answered 4 of 8 tokens")
 
 
 def test_an_answer_that_no_prompt_has_does_not_count() -> None:

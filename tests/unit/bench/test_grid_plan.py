@@ -22,6 +22,18 @@ if TYPE_CHECKING:
         ({"systems": ["shuttle-teleport"]}, "systems: names among plain, .*, got 'shuttle-teleport'"),
         ({"systems": []}, "systems: a list of different values, at least one"),
         ({"rates": [4, 4]}, "rates: a list of different values"),
+        (
+            {"systems": ["shuttle-push", "shuttle-push-real"], "time_scale": 4},
+            "time_scale: 1 beside systems on a model that computes, got 4",
+        ),
+        (
+            {"systems": ["shuttle-push-real"], "time_scale": 1, "dtype": "float32"},
+            "dtype: bfloat16 as in the profile h200-tp8-qwen3-32b, got 'float32'",
+        ),
+        (
+            {"systems": ["shuttle-pull-real"], "time_scale": 1, "bytes_scale": 0.5},
+            "bytes_scale: 1 beside systems on a model that computes, got 0.5",
+        ),
         ({"rates": [0]}, "rates: a number above 0, got 0.0"),
         ({"rates": ["fast"]}, "rates: a number above 0, got 'fast'"),
         ({"input_tokens": [1024.5]}, "input_tokens: a whole number above 0, got 1024.5"),
@@ -106,4 +118,4 @@ def test_plans_that_come_with_the_package_can_be_run() -> None:
 
 def test_a_plan_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path, capsys) -> None:
     assert main(["bench", "run", "quickest", "--out", str(tmp_path)]) == 2
-    assert "plan: no 'quickest'; known are front-cost, " in capsys.readouterr().err
+    assert "plan: no 'quickest'; known are emulator-error, front-cost, " in capsys.readouterr().err

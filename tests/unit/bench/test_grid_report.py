@@ -206,3 +206,20 @@ def test_charts_survive_having_nothing_one_point_or_zeros_to_show() -> None:
 def test_a_distribution_rises_to_all_of_its_values() -> None:
     assert cumulative([3.0, 1.0, 2.0, 2.0]) == [(1.0, 25), (2.0, 50), (2.0, 75), (3.0, 100)]
     assert [number_text(value) for value in (0, 0.25, 5.0, 1234.5)] == ["0", "0.25", "5", "1,234"]
+
+
+def test_the_emulators_error_is_told_where_both_were_measured() -> None:
+    systems = ["shuttle-push", "shuttle-push-real"]
+    plan = grid_plan(systems=systems, rates=[4, 8], time_scale=1, bytes_scale=1, prefill_kv_gib=8, decode_kv_gib=8)
+    records = [
+        cell_record("shuttle-push", [served(0.36), served(0.54), served(0.55)]),
+        cell_record("shuttle-push-real", [served(0.6)]),
+        cell_record("shuttle-push", [served(0.5)], rate=8.0),
+    ]
+    sections = {section.title: section for section in report_sections(GridResults(plan, FACTS, records))}
+    (row,) = sections["The emulator's own error"].rows
+    assert row[3:] == ["4", "shuttle-push", "600.0", "540.0", "0.90 (-10%)", "100.0", "100.0", "1.00 (+0%)"]
+    told = dict(sections["What was run"].rows)
+    assert told["Model"] == "systems that compute: smollm2, --dtype auto, as kvshuttle up starts it"
+    others = report_sections(GridResults(PLAN, FACTS, RECORDS))
+    assert "The emulator's own error" not in {section.title for section in others}

@@ -155,3 +155,10 @@ def test_bytes_are_scaled_by_layers_and_never_to_none() -> None:
     assert geometry.scaled(0.001).num_layers == 1
     with pytest.raises(ConfigError, match="bytes_scale: a number above 0"):
         geometry.scaled(-1)
+
+
+def test_no_step_is_shorter_than_the_cheapest_decode_step() -> None:
+    profile = parse_profile(changed("prefill.fixed_ms", 0.0))
+    assert profile.step_s([(0, 1)], []) == pytest.approx(0.010)
+    assert profile.step_s([(0, 1)], [100]) == pytest.approx(0.010)
+    assert profile.step_s([(0, 300)], []) > 0.1
