@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.bench.grid_plan import GridPlan
 from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.turns_plan import TurnsPlan
 from kvshuttle.cli import _build_parser, attribute_docs
@@ -72,6 +73,10 @@ def bench_handoff_knobs() -> str:
 
 def bench_turns_knobs() -> str:
     return knobs_with_options(TurnsPlan, "bench turns")
+
+
+def bench_run_keys() -> str:
+    return table(["Key", "Default", "Meaning"], [[f"`{n}`", d, m] for n, d, m in knobs_of(GridPlan)])
 
 
 def knobs_with_options(config: type, command: str) -> str:
@@ -260,6 +265,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "launcher-knobs": launcher_knobs,
     "bench-handoff-knobs": bench_handoff_knobs,
     "bench-turns-knobs": bench_turns_knobs,
+    "bench-run-keys": bench_run_keys,
     "connector-metrics": connector_metrics,
     "router-metrics": router_metrics,
     **{f"modules-{folder or 'top'}": modules_of(folder) for folder in FLOORS},

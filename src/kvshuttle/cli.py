@@ -128,6 +128,8 @@ def _build_parser(parser_class: type[argparse.ArgumentParser] = argparse.Argumen
     _add_benchmarks(bench.add_subparsers(metavar="WHAT", required=True))
 
     _add_command(commands, "guard", _guard, None)
+    proxy = _add_command(commands, "bench-proxy", _bench_proxy, None)
+    proxy.add_argument("spec")
     convert = _add_command(commands, "convert-gguf", _convert_gguf, None)
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
@@ -154,8 +156,12 @@ def _add_benchmarks(commands: Any) -> None:
         _bench_turns,
         "measure conversations, on a real model or emulated accelerators, with and without reuse of history",
     )
+    run = _add_command(
+        commands, "run", _bench_run, "loads by vllm bench serve, as a plan says, ours beside vLLM's connectors"
+    )
+    run.add_argument("plan", metavar="PLAN", help="a plan of ours by name, or a TOML file")
     report = _add_command(commands, "report", _bench_report, "write the report of a run again")
-    for parser, plan in ((handoff, HandoffPlan), (turns, TurnsPlan), (report, None)):
+    for parser, plan in ((handoff, HandoffPlan), (turns, TurnsPlan), (run, None), (report, None)):
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
         if plan is not None:
             _add_knobs(parser, plan, BENCH_OPTION_NAMES)
@@ -346,6 +352,21 @@ def _bench_report(args: argparse.Namespace) -> int:
         _say(f"report: {write_report(args.out)}")
     except FileNotFoundError as error:
         raise ConfigError(f"--out: {args.out} is no run of this benchmark: {error}") from error
+    return 0
+
+
+def _bench_run(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.grid import run_grid
+    from kvshuttle.bench.grid_plan import load_grid_plan
+
+    run_grid(load_grid_plan(args.plan), args.out, env=os.environ, say=_say)
+    return _bench_report(args)
+
+
+def _bench_proxy(args: argparse.Namespace) -> int:
+    from kvshuttle.bench.proxy import proxy_from_json, run_proxy
+
+    run_proxy(*proxy_from_json(args.spec))
     return 0
 
 

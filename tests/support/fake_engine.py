@@ -101,9 +101,9 @@ class Call:
 
     @property
     def leg(self) -> dict[str, Any] | None:
-        """Our part of its kv_transfer_params."""
+        """Our part of its kv_transfer_params; None for vLLM's own."""
         params = self.body.get("kv_transfer_params")
-        return params["kvshuttle"] if params else None
+        return params.get("kvshuttle") if params else None
 
 
 Behaviour = Callable[[Call], Awaitable[None]]
@@ -286,6 +286,8 @@ class FakeEngine:
         elif path == "/v1/models":
             cards = [{"id": model, "object": "model"} for model in self.models]
             await call.json(200, {"object": "list", "data": cards, "auth": headers.get("authorization")})
+        elif method == "GET":
+            await call.json(404, {})
         else:
             assert method == "POST", method
             call.body = json.loads(raw_body)

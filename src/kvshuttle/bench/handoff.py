@@ -26,11 +26,11 @@ from kvshuttle.bench.record_file import append_records
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.systems import SYSTEMS, Places, Protocol, System, plan_pair
+from kvshuttle.bench.tracer import Tracer
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
 from kvshuttle.emulate.pattern import prefix_sums, prompt_key
 from kvshuttle.emulate.profile import Profile, load_profile
-from kvshuttle.emulate.trace import Pass, read_trace
 from kvshuttle.errors import TransportError
 from kvshuttle.handoff.params import Peer
 from kvshuttle.launcher.fleet import Fleet
@@ -46,25 +46,6 @@ _QUIET_WINDOW_S = 0.6
 _BACKGROUND_PROMPT_TOKENS = 256
 _BACKGROUND_ANSWER_TOKENS = 1700
 _WARM_UP_ROUNDS = 3
-
-
-@dataclass(slots=True)
-class _Tracer:
-    """Reads what an engine's worker has appended to its trace since the last look."""
-
-    directory: Path
-    _path: Path | None = None
-    _offset: int = 0
-
-    def take(self) -> list[Pass]:
-        if self._path is None:
-            # A directory keeps traces of earlier starts; the newest is of the engine that runs.
-            paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-            if not paths:
-                return []
-            self._path = paths[-1]
-        passes, self._offset = read_trace(self._path, offset=self._offset)
-        return passes
 
 
 @dataclass(slots=True)
@@ -123,7 +104,7 @@ def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:
             card = card_of(prefill.side_address)
             source = Peer(prefill.side_address, card.engine_id, card.incarnation)
         pair = Pair(system, prefill.url, decode.url, int(prefill.side_address.rpartition(":")[2]), source)
-        tracers = [_Tracer(run.places.trace_dir_of(engine.name)) for engine in (prefill, decode)]
+        tracers = [Tracer(run.places.trace_dir_of(engine.name)) for engine in (prefill, decode)]
         bench = _Bench(run, pair, tracers[0], tracers[1])
         bench.warm_up()
         for cell in cells:
@@ -144,8 +125,8 @@ class _Bench:
 
     run: _Run
     pair: Pair
-    prefill_trace: _Tracer
-    decode_trace: _Tracer
+    prefill_trace: Tracer
+    decode_trace: Tracer
 
     def warm_up(self) -> None:
         """Connections between the engines are made at their first hand-off, which no user waits for twice."""

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 AIMS = (
     (SystemName.UPSTREAM_PUSH, 1 / 3),
+    (SystemName.UPSTREAM_PUSH_PACED, 1 / 3),
     (SystemName.UPSTREAM_PUSH_QUIET, 1 / 3),
     (SystemName.UPSTREAM_PULL, 1 / 5),
+    (SystemName.UPSTREAM_PULL_PACED, 1 / 5),
     (SystemName.UPSTREAM_PULL_QUIET, 1 / 5),
 )
 """Our push's gap at most this part of the other's, from ``AIM_FROM_TOKENS`` on."""

@@ -11,6 +11,7 @@ from kvshuttle.errors import TransportError
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
 from kvshuttle.handoff.wire import MessageCodec
 from kvshuttle.launcher.chat import fetch_metrics
+from kvshuttle.launcher.metrics import total_of
 from kvshuttle.transport.side_channel import Endpoint, SideChannelThread
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ def pool_of(card: EngineCard) -> Pool:
         block_size_tokens=card.fingerprint.block_size_tokens,
         block_len_bytes=sum(region.block_len_bytes for region in regions),
     )
+
+
+def total_over(engines: Sequence[ProcessPlan], series: str) -> float:
+    """The sum of a series over all engines. Raises ``PeerUnreachable``."""
+    return sum(total_of(fetch_metrics(engine.url), series) for engine in engines)
 
 
 def save_metrics(out_dir: Path, name: str, engines: Sequence[ProcessPlan]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvshuttle.bench.systems import MODEL_NAME, Protocol
+from kvshuttle.bench.upstream_params import upstream_prefill_params, upstream_push_params
 from kvshuttle.clock import now_s
 from kvshuttle.errors import TransportError
 from kvshuttle.handoff.params import DecodeLeg, Mode, Peer, PrefillLeg, parse_result, to_params
@@ -145,8 +146,7 @@ def _finish(
 def _prefill_params(pair: Pair, transfer_id: str) -> dict[str, Any]:
     if pair.system.protocol is Protocol.SHUTTLE:
         return to_params(PrefillLeg(transfer_id, mode=pair.system.mode))
-    remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    return {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+    return upstream_prefill_params()
 
 
 def _decode_params(pair: Pair, transfer_id: str) -> dict[str, Any]:
@@ -154,14 +154,4 @@ def _decode_params(pair: Pair, transfer_id: str) -> dict[str, Any]:
     if pair.system.protocol is Protocol.SHUTTLE:
         assert pair.source is not None
         return to_params(DecodeLeg(transfer_id, pair.source, mode=pair.system.mode))
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "prefill-0",
-        "remote_host": "127.0.0.1",
-        "remote_port": pair.prefill_side_port,
-        "remote_request_id": f"cmpl-{transfer_id}-0",
-        "remote_block_ids": None,
-        "tp_size": 1,
-        "pp_size": 1,
-    }
+    return upstream_push_params(transfer_id, "prefill-0", f"127.0.0.1:{pair.prefill_side_port}")

@@ -26,6 +26,10 @@ class SystemName(StrEnum):
     """The same with NIXL's progress thread off."""
     UPSTREAM_PULL_QUIET = "upstream-pull-quiet"
     """The same with NIXL's progress thread off."""
+    UPSTREAM_PUSH_PACED = "upstream-push-paced"
+    """The same with NIXL's progress thread pausing for a millisecond where it would spin."""
+    UPSTREAM_PULL_PACED = "upstream-pull-paced"
+    """The same with NIXL's progress thread pausing for a millisecond where it would spin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Benchmark(StrEnum):
     """What a run measures. The value is the subcommand."""
 
     HANDOFF = "handoff"
+    RUN = "run"
     TURNS = "turns"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -20,6 +22,8 @@ class EmulatedWorker(CPUWorker):
         options = self._options()
         if options.get("nixl_progress_thread") is False:
             _switch_progress_thread_off()
+        if pause_us := options.get("nixl_progress_pause_us"):
+            _pace_progress_thread(pause_us)
         super().initialize_from_config(*args, **kwargs)
         trace_dir = options.get("trace_dir")
         trace_path = None
@@ -34,12 +38,32 @@ class EmulatedWorker(CPUWorker):
 
 
 def _switch_progress_thread_off() -> None:
-    """vLLM's connectors have no option for it; they look the agent's configuration up in their own module."""
+    """vLLM's connectors have no option for it; they look the agent's configuration up in their own module.
+
+    Several of their threads use one agent. With the progress thread NIXL locks what they share, without it only when
+    asked to; unlocked, notifications get lost.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     make_config = base_worker.nixl_agent_config
+    modes = sys.modules[make_config.__module__].nixl_thread_sync_t
 
     def without_thread(*args: Any, **kwargs: Any) -> Any:
-        return make_config(*args, **{**kwargs, "enable_prog_thread": False})
+        own = {"enable_prog_thread": False, "sync_mode": modes.NIXL_THREAD_SYNC_STRICT}
+        return make_config(*args, **{**kwargs, **own})
 
     base_worker.nixl_agent_config = without_thread
+
+
+def _pace_progress_thread(pause_us: int) -> None:
+    """NIXL's thread knows how to pause, but its Python interface sets the pause to none, which takes a core."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    interface: Any = sys.modules[base_worker.nixl_agent_config.__module__]
+    bindings = interface.nixlBind
+
+    def set_attribute(config: Any, name: str, value: Any) -> None:
+        object.__setattr__(config, name, pause_us if name == "pthrDelay" else value)
+
+    paced = type("Paced", (bindings.nixlAgentConfig,), {"__setattr__": set_attribute})
+    interface.nixlBind = SimpleNamespace(**{**vars(bindings), "nixlAgentConfig": paced})

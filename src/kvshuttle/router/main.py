@@ -54,10 +54,7 @@ def run_router(config: RouterConfig, *, secret: bytes | None = None, ready: Call
 
     ``ready`` gets the port once clients can connect. Raises ``ConfigError`` when the address cannot be had.
     """
-    _raise_open_files_limit()
-    # What exists now stays; and requests make garbage that needs no collector, so it can look less often.
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 20, 20)
+    settle_process()
     channel = SideChannel(secret)
     channel.start()
     announce = ready or functools.partial(logger.info, "listening on %s port %d", config.host)
@@ -66,6 +63,14 @@ def run_router(config: RouterConfig, *, secret: bytes | None = None, ready: Call
     finally:
         channel.stop()
     return 0 if is_clean else 1
+
+
+def settle_process() -> None:
+    """Settings of a process that serves many connections: open files, and a garbage collector that looks less often."""
+    _raise_open_files_limit()
+    # What exists now stays; and requests make garbage that needs no collector.
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 20)
 
 
 def _refuse(_message: Message) -> Message:

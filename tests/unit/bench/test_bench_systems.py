@@ -52,6 +52,7 @@ def test_only_the_quiet_variants_switch_the_progress_thread_off(name: SystemName
         options = json.loads(option(engine, "--additional-config"))["kvshuttle_emulate"]
         assert options["trace_dir"] == f"traces/{engine.name}"
         assert ("nixl_progress_thread" in options) == name.endswith("-quiet")
+        assert ("nixl_progress_pause_us" in options) == name.endswith("-paced")
 
 
 def test_vllms_connectors_run_as_producer_and_consumer_on_ports_of_their_own() -> None:

@@ -1,0 +1,70 @@
+"""The load generator as a process: its orders, and how its failures are told."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvshuttle.bench.load import LoadGenerator
+from kvshuttle.errors import LaunchFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROGRAM = """
+import os, time
+print("what libraries say when they are imported")
+def run(argv):
+    what, *rest = argv
+    print("asked to", what, "by", os.getpid(), hash("prompt"))
+    if what == "fail":
+        raise ValueError("no such data set")
+    if what == "hang":
+        time.sleep(60)
+    if what == "die":
+        os.kill(os.getppid(), 9)
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[LoadGenerator]:
+    with LoadGenerator(env=os.environ, log_path=tmp_path / "load.log", program=PROGRAM) as generator:
+        yield generator
+
+
+def test_each_order_is_carried_out_by_a_process_of_its_own_with_equal_hashes(
+    load: LoadGenerator, tmp_path: Path
+) -> None:
+    for name in ("first.log", "second.log"):
+        load.run(["work"], log_path=tmp_path / name, timeout_s=20)
+    first, second = ((tmp_path / name).read_text().split() for name in ("first.log", "second.log"))
+    assert first[:3] == ["asked", "to", "work"]
+    assert first[4] != second[4]
+    assert first[5] == second[5]
+
+
+def test_an_order_that_fails_tells_why_and_the_next_one_is_carried_out(load: LoadGenerator, tmp_path: Path) -> None:
+    with pytest.raises(LaunchFailed, match=r"(?s)^the load generator failed.*ValueError: no such data set"):
+        load.run(["fail"], log_path=tmp_path / "a.log", timeout_s=20)
+    load.run(["work"], log_path=tmp_path / "b.log", timeout_s=20)
+    assert "asked to work" in (tmp_path / "b.log").read_text()
+
+
+@pytest.mark.parametrize(("what", "told"), [("hang", "did not end within 2 s"), ("die", "ended. The end of")])
+def test_a_load_generator_that_is_lost_is_replaced(load: LoadGenerator, tmp_path: Path, what: str, told: str) -> None:
+    load.run(["work"], log_path=tmp_path / "a.log", timeout_s=20)
+    with pytest.raises(LaunchFailed, match=f"the load generator {told}"):
+        load.run([what], log_path=tmp_path / "a.log", timeout_s=1.6)
+    load.run(["work"], log_path=tmp_path / "b.log", timeout_s=20)
+    assert "asked to work" in (tmp_path / "b.log").read_text()
+
+
+def test_a_program_that_cannot_be_imported_tells_why(tmp_path: Path) -> None:
+    with (
+        LoadGenerator(env=os.environ, log_path=tmp_path / "load.log", program="import no_such_engine") as generator,
+        pytest.raises(LaunchFailed, match=r"(?s)the load generator ended.*No module named 'no_such_engine'"),
+    ):
+        generator.run(["work"], log_path=tmp_path / "a.log", timeout_s=20)

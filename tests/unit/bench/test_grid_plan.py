@@ -1,0 +1,109 @@
+"""Plans of load benchmarks: what is refused and how it is named, and the cells that a plan spans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvshuttle.bench.grid_plan import FEWEST_PROMPTS, GridCell, GridPlan, grid_plan_names, load_grid_plan
+from kvshuttle.bench.plan_file import mapping_of
+from kvshuttle.cli import main
+from kvshuttle.errors import ConfigError
+from support.grid_values import grid_plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"systems": ["shuttle-teleport"]}, "systems: names among plain, .*, got 'shuttle-teleport'"),
+        ({"systems": []}, "systems: a list of different values, at least one"),
+        ({"rates": [4, 4]}, "rates: a list of different values"),
+        ({"rates": [0]}, "rates: a number above 0, got 0.0"),
+        ({"rates": ["fast"]}, "rates: a number above 0, got 'fast'"),
+        ({"input_tokens": [1024.5]}, "input_tokens: a whole number above 0, got 1024.5"),
+        ({"output_tokens": [True]}, "output_tokens: a whole number above 0, got True"),
+        ({"num_prompts": 8, "duration_s": 5}, "num_prompts, duration_s: one of them above 0, got 8 and 5"),
+        ({"num_prompts": 0}, "num_prompts, duration_s: one of them above 0, got 0 and 0"),
+        ({"num_prompts": -1}, "num_prompts: a whole number, 0 or more, got -1"),
+        ({"seeds": [-1]}, "seeds: a whole number, 0 or more, got -1"),
+        ({"repeats": 0}, "repeats: a whole number above 0, got 0"),
+        ({"num_decode": 0}, "num_decode: a whole number above 0, got 0"),
+        ({"time_scale": float("inf")}, "time_scale: a number above 0, got inf"),
+        ({"is_quiet_wait": 1}, "is_quiet_wait: true or false, got 1"),
+        ({"profile": 7}, "profile: text, got 7"),
+        ({"profile": "h300"}, "profile: no 'h300'; known are h200-"),
+        ({"prompts": "old"}, "prompts: one of new, repeated, got 'old'"),
+        ({"prompts": "repeated", "num_prefill": 2}, "prompts: repeated takes one prefill engine"),
+        ({"prompts": "repeated", "has_decode_prefix_cache": True}, "prompts: repeated takes has_decode_prefix_cache"),
+        ({"prompts": "repeated", "num_prompts": 1000}, "prompts: the repeated ones take 2048000 tokens of KV"),
+        ({"input_tokens": [500_000]}, "prefill_kv_gib: holds 262144 tokens of 16384 bytes, but one request"),
+        ({"speed": 1}, "speed: unknown key; known are systems, rates,"),
+    ],
+)
+def test_a_plan_that_cannot_be_run_is_refused_by_the_name_of_its_key(knobs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        grid_plan(**knobs)
+
+
+def test_a_plan_without_a_key_that_it_needs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^input_tokens: missing"):
+        GridPlan.from_mapping({"systems": "plain", "rates": 1, "num_prompts": 4})
+
+
+def test_one_value_stands_for_a_list_of_one() -> None:
+    plan = grid_plan(systems="plain", rates=2, input_tokens=1024, decode_slots=32)
+    assert (plan.systems, plan.rates, plan.input_tokens, plan.decode_slots) == (("plain",), (2.0,), (1024,), (32,))
+
+
+def test_cells_keep_engines_and_lengths_together() -> None:
+    plan = grid_plan(decode_slots=[8, 32], input_tokens=[1024, 2048], rates=[1, 2], seeds=[0, 7], repeats=2)
+    cells = plan.cells
+    assert len(cells) == 2**5
+    assert cells[0] == GridCell(8, 1024, 4, 1.0, 0, 0)
+    assert [cell.slots for cell in cells] == [8] * 16 + [32] * 16
+    assert [cell.input_tokens for cell in cells[:16]] == [1024] * 8 + [2048] * 8
+    assert len({cell.file_name for cell in cells}) == len({cell.text for cell in cells}) == len(cells)
+
+
+def test_rates_are_slowed_with_the_accelerator() -> None:
+    plan = grid_plan(rates=[1, 8], num_prompts=0, duration_s=30, time_scale=4)
+    low, high = plan.cells
+    assert (plan.sent_rate(8), plan.num_prompts_of(high), plan.arrival_s(high)) == (2.0, 60, 30.0)
+    assert plan.num_prompts_of(low) == FEWEST_PROMPTS
+    assert plan.effective_profile().prefill.fixed_ms == pytest.approx(4 * 5.97)
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = grid_plan(rates=[0.5, 2], seeds=[1, 2], prompts="repeated")
+    assert GridPlan.from_mapping(mapping_of(plan)) == plan
+    path = tmp_path / "mine.toml"
+    path.write_text('systems = ["plain"]\nrates = [1]\ninput_tokens = 512\nnum_prompts = 4\n')
+    assert load_grid_plan(str(path)).input_tokens == (512,)
+    path.write_text('systems = ["plain"]\nrates = [1]\n')
+    with pytest.raises(ConfigError, match=r"^mine.toml: input_tokens: missing"):
+        load_grid_plan(str(path))
+    path.write_text("systems = [")
+    with pytest.raises(ConfigError, match=f"^plan: {path}: "):
+        load_grid_plan(str(path))
+
+
+def test_plans_that_come_with_the_package_can_be_run() -> None:
+    names = grid_plan_names()
+    assert {"quick", "push-pull-grid", "many-to-one", "one-to-many", "front-cost"} <= set(names)
+    for name in names:
+        plan = load_grid_plan(name)
+        assert plan.cells
+    published = load_grid_plan("push-pull-grid")
+    assert published.rates == (1, 2, 4, 8)
+    assert published.input_tokens == (1024, 2048, 4096, 8192, 16_384)
+    assert (published.output_tokens, published.decode_slots) == ((128,), (8,))
+    assert (load_grid_plan("many-to-one").num_prefill, load_grid_plan("one-to-many").num_decode) == (4, 4)
+
+
+def test_a_plan_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path, capsys) -> None:
+    assert main(["bench", "run", "quickest", "--out", str(tmp_path)]) == 2
+    assert "plan: no 'quickest'; known are front-cost, " in capsys.readouterr().err
