@@ -29,6 +29,8 @@ def _reset_loggers() -> None:
         if name.split(".")[0] in {"kvshuttle", "vllm"}:
             logger = logging.getLogger(name)
             logger.handlers = []
-            logger.setLevel(logging.NOTSET)
+            if logger.level != logging.NOTSET:
+                # Setting a level clears the caches of all loggers there are: not for each of vLLM's hundreds.
+                logger.setLevel(logging.NOTSET)
             logger.propagate = True
             logger.disabled = False

@@ -14,10 +14,10 @@ import pytest
 
 from e2e.test_engine_death import source_of
 from e2e.test_equal_answers import assert_equal
-from kvshuttle.launcher.model import SMOLLM2, cache_dir_from, ensure_model
 from support.history_cluster import (
     ADAPTERS,
     COMPLETIONS,
+    MAX_MODEL_LEN,
     NUM_SMALL_BLOCKS,
     TTL_S,
     ByHand,
@@ -30,6 +30,7 @@ from support.history_cluster import (
     user,
 )
 from support.live import BLOCK_SIZE_TOKENS, MODE_HEADER, MODEL_NAME, PROSE, difference, post
+from support.tiny_model import make_talking_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 THRESHOLD_TOKENS = 64
 """``kv_recompute_threshold``: fewer missing tokens than this are computed."""
 NUM_TURNS = 10
-MAX_ATTEMPTS = 10
+MAX_ATTEMPTS = 30
 SENTENCES = [sentence + "." for sentence in PROSE.split(".") if sentence.strip()]
 KEY_HEADER = "X-Conversation-ID"
 NUM_SMALL_BUDGET = (NUM_SMALL_BLOCKS - 1) * 9 // 10
@@ -50,7 +51,7 @@ NUM_SMALL_BUDGET = (NUM_SMALL_BLOCKS - 1) * 9 // 10
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[HistoryCluster]:
-    model = ensure_model(SMOLLM2, cache_dir_from(os.environ), env=os.environ, report=print)
+    model = make_talking_model(tmp_path_factory.mktemp("talking-qwen3"), max_model_len=MAX_MODEL_LEN)
     with history_cluster(model, tmp_path_factory.mktemp("adapters"), log_dir / "history") as cluster:
         yield cluster
 
@@ -353,7 +354,7 @@ def test_what_is_kept_gives_way_to_new_load_without_any_preemption(history: Hist
     assert status_of(live, name).num_retained_blocks == NUM_SMALL_BUDGET
     before = live.metrics(name)
     # With their answers they need 30 blocks of 40, all at once.
-    bodies = [completion(live, 4 * BLOCK_SIZE_TOKENS - 9, max_tokens=20) for _ in range(6)]
+    bodies = [completion(live, 4 * BLOCK_SIZE_TOKENS - 9, max_tokens=100) for _ in range(6)]
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(lambda body: live.ask(COMPLETIONS, body), bodies))
     for body, answer in zip(bodies, answers, strict=True):
@@ -431,7 +432,7 @@ def test_a_prefill_engine_killed_while_it_reads_leaves_nothing_pinned(history: H
     live, rng = history.behind("brief"), random.Random("prefill engine")
     fleet, (prefill,) = history.live.fleet, live.prefill_names
     with Client(live.url) as client:
-        messages = [user(prose(rng, 1500))]
+        messages = [user(prose(rng, 4500))]
         messages.append(assistant(client.say(messages)))
         reply = None
         for _ in range(MAX_ATTEMPTS):

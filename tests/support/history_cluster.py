@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
+MAX_MODEL_LEN = 8192
 TTL_S = 9.0
 """How long ``prefill-1``, which stands in as a decode engine, keeps what it answered."""
 NUM_SMALL_BLOCKS = 41
@@ -95,12 +96,17 @@ class HistoryCluster:
 
 @contextlib.contextmanager
 def history_cluster(model: Path, adapters_dir: Path, log_dir: Path) -> Iterator[HistoryCluster]:
-    """Two prefill engines, two decode engines and a plain one, all with the bundled model in float32."""
+    """Two prefill engines, two decode engines and a plain one, all with the same model in float32."""
     args = ("--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--enable-lora", "--max-lora-rank", "8")
     args += ("--max-loras", "2", "--lora-modules")
     args += tuple(f"{name}={make_adapter(model, adapters_dir / name, seed=seed)}" for seed, name in enumerate(ADAPTERS))
     config = LauncherConfig(
-        port=0, dtype="float32", kv_cache_gib=1, max_model_len=8192, served_model_name=MODEL_NAME, engine_args=args
+        port=0,
+        dtype="float32",
+        kv_cache_gib=1,
+        max_model_len=MAX_MODEL_LEN,
+        served_model_name=MODEL_NAME,
+        engine_args=args,
     )
     rng = fresh_rng()
     ports = free_ports(rng)
