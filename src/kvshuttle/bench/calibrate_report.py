@@ -51,8 +51,8 @@ def calibration_markdown(calibration: Calibration, profile: Profile, facts: Mapp
             "Milliseconds, by requests at a time and by their context.",
             _decode_table(profile),
             "## Hand-offs",
-            "Milliseconds, medians, by the connector's own metrics. A pull is asked for, posted and read; a push is"
-            " posted and written.",
+            "Milliseconds, medians, by the connector's own metrics. A pull is asked for and read, a push is"
+            " written; posting is the part of that in which the call for it lasts.",
             _handoff_table(calibration),
             "## Thresholds",
             _threshold_text(suggested),
@@ -91,7 +91,7 @@ def _handoff_table(calibration: Calibration) -> str:
         [str(num), *_medians(calibration.pulls.get(num, ())), *_medians(calibration.pushes.get(num, ()))[1:]]
         for num in sorted(calibration.pulls)
     ]
-    return table(["Tokens", "Pull: asking", "post", "wire", "Push: post", "wire"], rows)
+    return table(["Tokens", "Pull: asking", "of the read posting", "read", "Push: of the write posting", "write"], rows)
 
 
 def _medians(times: Sequence[HandOffTimes]) -> list[str]:

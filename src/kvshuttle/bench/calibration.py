@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HandOffTimes:
-    """Of one hand-off, by the connector's own metrics, in milliseconds. ``acquire_ms``: pull only."""
+    """Of one hand-off, by the connector's own metrics, in milliseconds.
+
+    ``wire_ms`` counts from the beginning of the post, so ``post_ms`` is a part of it. ``acquire_ms``: pull only.
+    """
 
     post_ms: float
     wire_ms: float
@@ -33,7 +36,7 @@ class HandOffTimes:
     @property
     def total_ms(self) -> float:
         """From asking to the last byte."""
-        return self.acquire_ms + self.post_ms + self.wire_ms
+        return self.acquire_ms + self.wire_ms
 
 
 @dataclass(slots=True)

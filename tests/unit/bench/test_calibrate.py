@@ -169,7 +169,7 @@ def test_a_hand_off_that_failed_or_moved_nothing_is_an_error(monkeypatch: pytest
 
 
 def calibration(read_per_token_ms: float = 0.01) -> Calibration:
-    """Of an engine that costs ``COST``, and of reads of 20 ms and so much for each token."""
+    """Of an engine that costs ``COST``, and of reads of 15 ms and so much for each token."""
     lengths = (128, 512, 2048)
     return Calibration(
         chunks=[TimedChunk(0, num, COST.step_ms([(0, num)])) for num in lengths],
@@ -182,8 +182,8 @@ def test_thresholds_follow_from_both_costs() -> None:
     found = calibration()
     suggested = thresholds(found, found.profile("mine", "made up", Geometry(30, 3, 64)))
     assert suggested.compute_per_token_s == pytest.approx(0.0005128, rel=1e-2)
-    assert (suggested.read.fixed_s, suggested.read.per_token_s) == pytest.approx((0.02, 1e-5), rel=1e-6)
-    assert suggested.num_tokens == 40  # 20 ms / (0.5128 - 0.01) ms
+    assert (suggested.read.fixed_s, suggested.read.per_token_s) == pytest.approx((0.015, 1e-5), rel=1e-6)
+    assert suggested.num_tokens == 30  # 15 ms / (0.5128 - 0.01) ms
 
 
 def test_where_computing_is_cheaper_than_reading_the_threshold_says_never() -> None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         ({"time_scale": float("inf")}, "time_scale: a number above 0, got inf"),
         ({"is_quiet_wait": 1}, "is_quiet_wait: true or false, got 1"),
         ({"profile": 7}, "profile: text, got 7"),
-        ({"profile": "h300"}, "profile: no 'h300'; known are h200-"),
+        ({"profile": "h300"}, "profile: no 'h300'; known are cpu2-smollm2-135m, "),
         ({"prompts": "old"}, "prompts: one of new, repeated, got 'old'"),
         ({"prompts": "repeated", "num_prefill": 2}, "prompts: repeated takes one prefill engine"),
         ({"prompts": "repeated", "has_decode_prefix_cache": True}, "prompts: repeated takes has_decode_prefix_cache"),
