@@ -40,7 +40,7 @@ KV_BYTES_PER_TOKEN = 4 * 2 * 4 * 64 * 4
 
 
 def make_talking_model(directory: Path, *, max_model_len: int) -> Path:
-    """Write it, with the bundled model's tokenizer. What it says hangs on all that it has read, as with dummy weights not.
+    """Write it, with the bundled tokenizer. What it says hangs on all that it has read, as with dummy weights not.
 
     It says whole words only, each with the blank before it, so that an answer sent back as text is the same tokens.
     """
