@@ -52,7 +52,9 @@ class Asker:
         except ImportError as error:
             raise ConfigError("bench churn: it takes the package openai, which comes with vLLM") from error
         self._openai = openai
-        self._failures = (openai.OpenAIError, httpx.HTTPError)
+        # What is no JSON where JSON must be is a ValueError, as it comes.
+        self._failures = (openai.OpenAIError, httpx.HTTPError, ValueError)
+        self._timeouts = (openai.APITimeoutError, httpx.TimeoutException)
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=_PATIENCE_S)
         self._began_at_s = began_at_s
 
@@ -124,9 +126,11 @@ class Asker:
 
     def _failure(self, error: Exception, pieces: Sequence[str]) -> tuple[How, int, str]:
         detail = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError):
+            return How.WRONG, 0, detail
         if isinstance(error, self._openai.APIStatusError):
             return How.ERROR, error.status_code, detail
-        if isinstance(error, self._openai.APITimeoutError):
+        if isinstance(error, self._timeouts):
             return How.SILENT, 0, detail
         if isinstance(error, self._openai.APIConnectionError) and not pieces:
             return How.REFUSED, 0, detail
