@@ -3,7 +3,7 @@
 Runs the real router against a bare upstream that plays both engines, with wrk as the client; all on loopback. The
 router has one core to itself, upstream and wrk share the other. Needs wrk (Debian: ``apt-get install wrk``).
 
-    python benchmarks/router_cost.py [--seconds 4] [--profile]
+    python benchmarks/router_cost.py [--seconds 4] [--log]
 """
 
 from __future__ import annotations

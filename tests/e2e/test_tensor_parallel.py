@@ -1,4 +1,4 @@
-"""The core of the equal-answers matrix with tensor-parallel size 2 on both sides; a tiny model with dummy weights."""
+"""The core of the equal-answers matrix with tensor-parallel size 2 on both sides; a tiny model."""
 
 from __future__ import annotations
 
@@ -9,32 +9,26 @@ import pytest
 from e2e.test_equal_answers import LENGTHS, assert_equal, assert_handed_off, request_for
 from kvshuttle.config import LauncherConfig
 from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, HAND_OFFS, Live, difference, live_cluster
-from support.tiny_model import KV_BYTES_PER_TOKEN, make_tiny_model
+from support.tiny_model import KV_BYTES_PER_TOKEN, make_talking_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 NUM_RANKS = 2
+MAX_MODEL_LEN = 2048
 
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[Live]:
     """1P1D with two ranks each, the router, and a plain engine with two ranks."""
-    model = make_tiny_model(tmp_path_factory.mktemp("tiny-qwen3"))
-    args = (
-        "--load-format",
-        "dummy",
-        "--tensor-parallel-size",
-        str(NUM_RANKS),
-        "--max-num-batched-tokens",
-        str(CHUNK_TOKENS),
-    )
+    model = make_talking_model(tmp_path_factory.mktemp("talking-qwen3"), max_model_len=MAX_MODEL_LEN)
+    args = ("--tensor-parallel-size", str(NUM_RANKS), "--max-num-batched-tokens", str(CHUNK_TOKENS))
     config = LauncherConfig(
         port=0,
         dtype="float32",
         kv_cache_gib=1,
-        max_model_len=2048,
+        max_model_len=MAX_MODEL_LEN,
         served_model_name="smollm2",
         # These tests are about single hand-offs, and want nothing held when one is over.
         router_args=("--no-reuse-history",),

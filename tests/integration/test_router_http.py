@@ -1,11 +1,12 @@
 import contextlib
+import json
 import re
 import socket
 import time
 
 import pytest
 
-from support.fake_engine import sse, stream
+from support.fake_engine import hang, sse, stream
 from support.router_cluster import cluster
 
 COMPLETIONS = "/v1/completions"
@@ -248,13 +249,42 @@ def test_a_stop_lets_running_requests_end_and_takes_no_new_ones():
             one.connect()
 
 
+def num_completions(one, outcome: str) -> float:
+    """By outcome, of a router that has stopped and cannot be asked."""
+    start = f'kvshuttle_router_requests_total{{endpoint="completions",outcome="{outcome}"}} '
+    lines = one.router.telemetry.exposition().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(start)).removeprefix(start))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_tells_those_who_have_no_answer_yet_to_come_again(is_streamed):
+    with cluster() as one:
+        one.decodes[0].script.append(hang)
+        client = one.send_post(COMPLETIONS, {**BODY, "stream": is_streamed})
+        one.wait_for(lambda: len(one.decodes[0].calls) == 1)
+        assert one.run(one.router.stop(0.1)) is False
+        head, _, body = read_until_closed(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: " in head
+        assert b"connection: close" in head
+        assert json.loads(body)["error"]["message"] == "The router is stopping; send the request again."
+        one.wait_for(lambda: one.decodes[0].num_aborted == 1)
+        assert num_completions(one, "stopped") == 1
+        client.close()
+
+
 def test_a_stop_cuts_off_what_does_not_end_in_time():
     with cluster() as one:
         one.decodes[0].script.append(stream([sse("a")], then="hang"))
         client = one.send_post(COMPLETIONS, {**BODY, "stream": True})
         assert client.recv(12) == b"HTTP/1.1 200"
         assert one.run(one.router.stop(0.1)) is False
-        assert not read_until_closed(client).endswith(b"0\r\n\r\n")
+        rest = read_until_closed(client)
+        assert b"The router stopped while it was answering." in rest
+        assert rest.rstrip().endswith(b"}")
+        assert b"[DONE]" not in rest
+        assert num_completions(one, "stopped") == 1
+        assert num_completions(one, "disconnected") == 0
         one.wait_for(lambda: one.decodes[0].num_aborted == 1)
         assert one.prefills[0].released == [one.prefills[0].calls[0].leg["transfer_id"]]
         client.close()

@@ -1,4 +1,4 @@
-"""A model with dummy weights that computes in no time, for tests with more ranks or engines than cores."""
+"""A model that computes in no time, for tests with more ranks or engines than cores."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ TINY_QWEN3 = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "vocab_size": 49152,
     "torch_dtype": "float32",
     "bos_token_id": 1,
@@ -40,18 +39,12 @@ KV_BYTES_PER_TOKEN = 4 * 2 * 4 * 64 * 4
 """Layers, K and V, KV heads over all ranks, head size, bytes of a float32."""
 
 
-def make_tiny_model(directory: Path) -> Path:
-    """Write its configuration, with the bundled model's tokenizer. ``--load-format dummy`` seeds its weights."""
-    _write(directory, TINY_QWEN3)
-    return directory
-
-
 def make_talking_model(directory: Path, *, max_model_len: int) -> Path:
-    """The same with weights of its own, for conversations: what it says hangs on all that it has read.
+    """Write it, with the bundled tokenizer. What it says hangs on all that it has read, as with dummy weights not.
 
-    It knows whole words only, each with the blank before it, so that an answer sent back as text is the same tokens.
+    It says whole words only, each with the blank before it, so that an answer sent back as text is the same tokens.
     """
-    config = TINY_QWEN3 | {"tie_word_embeddings": False, "max_position_embeddings": max_model_len}
+    config = TINY_QWEN3 | {"max_position_embeddings": max_model_len}
     _write(directory, config)
     vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     words = sorted(token for text, token in vocabulary.items() if _WORD.match(text))

@@ -151,6 +151,13 @@ class Router:
         except RequestError as error:
             receipt.status = error.status
             raise
+        except asyncio.CancelledError:
+            if not responder.is_cut_off:
+                raise
+            receipt.outcome, receipt.status = Outcome.STOPPED, responder.status or 503
+            if responder.is_started:
+                raise
+            raise RequestError("The router is stopping; send the request again.", status=503) from None
         except Exception:
             receipt.outcome = Outcome.UNAVAILABLE
             raise

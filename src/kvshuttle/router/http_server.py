@@ -8,6 +8,7 @@ disconnects, also by closing just its sending side, cancels its running request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -98,6 +99,11 @@ class Responder:
         self._connection.watch_flow(on_pause, on_resume)
 
     @property
+    def is_cut_off(self) -> bool:
+        """True when the request was cancelled because the router stops: its client is there and can be told."""
+        return self._connection.is_cut_off
+
+    @property
     def is_paused(self) -> bool:
         """True while the client leaves a full buffer unread."""
         return self._connection.is_write_paused
@@ -108,6 +114,8 @@ class Responder:
         self.status = status
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        if self._connection.is_closing:
+            self._request.is_keep_alive = False
         connection = b"" if self._request.is_keep_alive else b"connection: close\r\n"
         if self._request.is_keep_alive and self._request.is_http_10:
             connection = b"connection: keep-alive\r\n"
@@ -124,6 +132,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, server: HttpServer) -> None:
         self.server = server
         self.is_write_paused = False
+        self.is_cut_off = False
         self._config = server.config
         self._transport: asyncio.Transport | None = None
         self._parser = RequestParser(server.config)
@@ -134,7 +143,7 @@ class ClientConnection(asyncio.Protocol):
         self._paused_at_s = 0.0
         self._is_reading = True
         self._is_lingering = False
-        self._is_closing = False
+        self.is_closing = False
 
     # --- asyncio.Protocol ---
 
@@ -214,9 +223,17 @@ class ClientConnection(asyncio.Protocol):
 
     def close_soon(self) -> None:
         """Close now when no request is running; otherwise after the running one."""
-        self._is_closing = True
+        self.is_closing = True
         if self._task is None and self._transport is not None:
             self._transport.close()
+
+    def cut_off(self) -> None:
+        """Cancel the running request, which may still tell its client why; then close."""
+        if self._task is None:
+            self.abort()
+            return
+        self.is_cut_off = True
+        self._task.cancel()
 
     def abort(self) -> None:
         """Drop the connection, which cancels its running request."""
@@ -244,7 +261,8 @@ class ClientConnection(asyncio.Protocol):
         try:
             await self.server.handler(request, responder)
         except asyncio.CancelledError:
-            self.abort()
+            if not self.is_cut_off:
+                self.abort()
             raise
         except Exception:
             logger.exception("unhandled error while answering %r", request.path[:64])
@@ -261,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
     def _after(self, request: Request) -> None:
         if self._transport is None:
             return
-        if not request.is_keep_alive or self._is_closing:
+        if not request.is_keep_alive or self.is_closing:
             self._transport.close()
             return
         self._since_s = self.server.loop.time()
@@ -333,7 +351,7 @@ class HttpServer:
         return task
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests and let running ones end; True when all did in time."""
+        """Take no more requests and let running ones end; True when all did in time. The others are cut off."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
@@ -344,14 +362,23 @@ class HttpServer:
                 await self._is_empty.wait()
         except TimeoutError:
             is_clean = False
-            for connection in list(self._connections):
-                connection.abort()
+            await self._cut_off()
         if self._sweeper is not None:
             self._sweeper.cancel()
         if self._requests:
             # Those whose clients are gone have been cancelled, and have handles to release.
             await asyncio.wait(self._requests, timeout=_LINGER_S)
         return is_clean
+
+    async def _cut_off(self) -> None:
+        """Cancel what still runs; clients that read have a moment to see how it ended."""
+        for connection in list(self._connections):
+            connection.cut_off()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await self._is_empty.wait()
+        for connection in list(self._connections):
+            connection.abort()
 
     async def _sweep(self) -> None:
         shortest_s = min(self.config.keep_alive_s, self.config.request_timeout_s, self.config.slow_client_timeout_s)

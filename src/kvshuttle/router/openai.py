@@ -21,6 +21,11 @@ from kvshuttle.policy import RequestTraits
 BYTES_PER_TOKEN = 4
 """English text in common tokenizers; only used to weigh requests against one another."""
 
+MEDIUM_TOKENS = 1024
+"""An image as common vision models take it: some hundreds of tokens to some thousands."""
+_TEXT_KEYS = frozenset({"text", "refusal", "thinking", "reasoning"})
+"""What parts of messages call the text that they are."""
+
 _OUTPUT_FIELDS = (
     "stream_options",
     "stream_interval",
@@ -163,7 +168,8 @@ def _forces_a_tool(tool_choice: object) -> bool:
 
 
 def _traits(endpoint: Endpoint, fields: dict[str, Any], len_body: int) -> RequestTraits:
-    num_tokens = len_body // BYTES_PER_TOKEN
+    num_media, num_media_bytes = _media(fields.get("messages"))
+    num_tokens = max(len_body - num_media_bytes, 0) // BYTES_PER_TOKEN + num_media * MEDIUM_TOKENS
     num_prompts = 1
     wants_prompt_logprobs = fields.get("prompt_logprobs") is not None
     is_echo = bool(fields.get("echo"))
@@ -183,6 +189,27 @@ def _traits(endpoint: Endpoint, fields: dict[str, Any], len_body: int) -> Reques
         is_beam_search=bool(fields.get("use_beam_search")),
         is_without_output=max_tokens == 0 and max_tokens is not False,
     )
+
+
+def _media(messages: object) -> tuple[int, int]:
+    """How many parts of messages are no text (images, sound, files), and the bytes of what they carry inline.
+
+    A picture sent in base64 is a megabyte of body and a thousand tokens of prompt.
+    """
+    contents = [message.get("content") for message in _dicts(messages)]
+    parts = [part for content in contents for part in _dicts(content) if _TEXT_KEYS.isdisjoint(part)]
+    return len(parts), sum(_inline_bytes(value) for part in parts for value in part.values())
+
+
+def _dicts(values: object) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+
+
+def _inline_bytes(value: object) -> int:
+    """Of a string, or of those in an object: OpenAI's ``{"url": …}``, ``{"data": …}``."""
+    if isinstance(value, dict):
+        return sum(len(each) for each in value.values() if isinstance(each, str))
+    return len(value) if isinstance(value, str) else 0
 
 
 def _count_prompts(prompt: object) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Passes a decode stream to the client, with flow control and deadlines, and ends it honestly.
 
 A stream that dies after its first data event gets an error event, as OpenAI clients know it, and is then cut off
-without ``[DONE]`` and without the last chunk, so that neither SSE nor HTTP readers can take it for whole. One that dies
-after ``[DONE]`` was whole: the client has its answer.
+without ``[DONE]`` and without the last chunk, so that neither SSE nor HTTP readers can take it for whole. So does one
+that the router itself cuts off when it stops. One that dies after ``[DONE]`` was whole: the client has its answer.
 """
 
 from __future__ import annotations
@@ -76,10 +76,13 @@ class StreamRelay:
                 self._responder.finish()
                 return
             status = 504 if error.reason is FailureReason.TIMEOUT else 502
-            body = error_body("The engine failed while it was answering.", status=status, kind="EngineFailedError")
-            separator = b"\n\n" if self._tail.is_torn else b""
-            self._responder.write(separator + error_event(body))
-            self._responder.abort()
+            self._break_off("The engine failed while it was answering.", status=status, kind="EngineFailedError")
+            raise
+        except asyncio.CancelledError:
+            if self._responder.is_cut_off:
+                self._break_off(
+                    "The router stopped while it was answering.", status=503, kind="ServiceUnavailableError"
+                )
             raise
         finally:
             self._responder.watch_flow(None, None)
@@ -90,6 +93,12 @@ class StreamRelay:
         if rest:
             self._responder.write(rest)
         self._responder.finish()
+
+    def _break_off(self, message: str, *, status: int, kind: str) -> None:
+        body = error_body(message, status=status, kind=kind)
+        separator = b"\n\n" if self._tail.is_torn else b""
+        self._responder.write(separator + error_event(body))
+        self._responder.abort()
 
     def _on_data(self, data: bytes) -> None:
         self._last_at_s = self._loop.time()

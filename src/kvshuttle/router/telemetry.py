@@ -88,6 +88,8 @@ class Outcome(StrEnum):
     BROKEN_STREAM = "broken_stream"
     """The engine failed after the first data event."""
     DISCONNECTED = "disconnected"
+    STOPPED = "stopped"
+    """The router stopped before it had answered."""
 
 
 class Stage(StrEnum):

@@ -5,6 +5,7 @@ import pytest
 
 from kvshuttle.errors import RequestError
 from kvshuttle.router.openai import (
+    MEDIUM_TOKENS,
     Endpoint,
     decode_body,
     error_body,
@@ -28,6 +29,33 @@ def parsed(endpoint, fields):
 
 def prefilled(endpoint, fields, keep=()):
     return orjson.loads(prefill_body(parsed(endpoint, fields), PARAMS, keep))
+
+
+PICTURE = "data:image/png;base64," + "A" * 40_000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": PICTURE}},
+        {"type": "image_url", "image_url": PICTURE},
+        {"image_url": PICTURE},
+        {"type": "input_audio", "input_audio": {"data": PICTURE, "format": "wav"}},
+        {"type": "file", "file": {"file_data": PICTURE}},
+        {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}},
+        {"type": ["odd"], "image_embeds": {"a": PICTURE, "b": [1]}},
+    ],
+)
+def test_a_picture_counts_as_a_picture_and_not_by_its_bytes(part):
+    text = {"type": "text", "text": "What is this? " * 40}
+    without = parsed(CHAT, {"messages": [{"role": "user", "content": [text]}]}).traits.num_tokens
+    traits = parsed(CHAT, {"messages": [{"role": "user", "content": [text, part, part]}]}).traits
+    assert 2 * MEDIUM_TOKENS <= traits.num_tokens - without < 2 * MEDIUM_TOKENS + 60
+
+
+def test_long_texts_count_by_their_bytes_wherever_they_stand():
+    parts = [{"type": "text", "text": "a" * 4000}, {"type": "refusal", "refusal": "a" * 4000}, {"text": "a" * 4000}]
+    assert 3000 <= parsed(CHAT, {"messages": [{"role": "user", "content": parts}]}).traits.num_tokens < 3100
 
 
 @pytest.mark.parametrize(
