@@ -84,7 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ]
         if behaviour == "error event":
             events = [*events[:2], {"error": {"message": "the engine died"}}]
-        elif behaviour != "short":
+        elif behaviour not in ("short", "uncounted"):
             events.append(self._envelope([], usage))
         data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
         self._send(200, data if behaviour == "cut" else data + b"data: [DONE]\n\n", "text/event-stream", behaviour)
@@ -134,7 +134,8 @@ def asker(server: Server) -> Iterator[Asker]:
         ("right", False, How.RIGHT),
         ("wrong", True, How.WRONG),
         ("wrong", False, How.WRONG),
-        ("short", True, How.CUT),
+        ("short", True, How.WRONG),
+        ("uncounted", True, How.WRONG),
         ("short", False, How.WRONG),
         ("miscounted", True, How.WRONG),
         ("miscounted", False, How.WRONG),

@@ -176,9 +176,8 @@ def asks_of(
     asks = []
     for index, ids in enumerate(prompts):
         text, error = normal_text(result.generated_texts[index]), result.errors[index].strip()
-        # Where usage came, and says that all tokens did, there is no excuse for a text that is shorter.
-        is_whole = not error and result.output_lens[index] >= num_tokens
-        how = judged(text, expected_answer(ids, num_tokens), is_whole=is_whole)
+        # A stream that broke off leaves an error. Without one the client took the answer for whole, so it must be.
+        how = judged(text, expected_answer(ids, num_tokens), is_whole=not error)
         status = _STATUS_OF.get(error, 0)
         if how == How.CUT and not text:
             how = How.ERROR if status else How.REFUSED if any(name in error for name in _REFUSALS) else How.CUT

@@ -57,9 +57,10 @@ def test_an_answer_is_right_cut_or_wrong() -> None:
 def test_what_the_load_generator_wrote_down_is_judged_request_by_request() -> None:
     prompts = window_prompts(PLAN, WINDOW)
     answers = [expected_answer(ids, 4) for ids in prompts]
+    broken_off = "Traceback\naiohttp.client_exceptions.ClientPayloadError: Response payload is not completed"
     refused = "Traceback\naiohttp.client_exceptions.ClientConnectorError: Cannot connect to host"
     texts = [f" {answers[0]}", answers[1].rsplit(" ", 1)[0], answers[0], "", "", ""]
-    errors = ["", "", "", "Service Unavailable", refused, "Never received a valid chunk to calculate TTFT."]
+    errors = ["", broken_off, "", "Service Unavailable", refused, "Never received a valid chunk to calculate TTFT."]
     result = LoadResult(9.0, 1, [105.0] * 6, [0.1] * 6, [2.0] * 6, [4, 3, 4, 0, 0, 0], [20] * 6, texts, errors)
     asks = asks_of(result, WINDOW, prompts, 4, began_at_s=100.0)
     assert [ask.how for ask in asks] == [How.RIGHT, How.CUT, How.WRONG, How.ERROR, How.REFUSED, How.CUT]
@@ -69,10 +70,10 @@ def test_what_the_load_generator_wrote_down_is_judged_request_by_request() -> No
     assert "Cannot connect" in asks[4].detail
 
 
-def test_a_text_that_is_shorter_than_its_usage_says_is_wrong_and_not_cut() -> None:
+def test_a_short_answer_that_its_client_took_for_whole_is_wrong_and_not_cut() -> None:
     (ids, *_) = window_prompts(PLAN, WINDOW)
     text = expected_answer(ids, 4).rsplit(" ", 1)[0]
-    whole, cut = (LoadResult(9.0, 1, [5.0], [0.1], [2.0], [num], [20], [text], [""]) for num in (4, 3))
+    whole, cut = (LoadResult(9.0, 1, [5.0], [0.1], [2.0], [3], [20], [text], [error]) for error in ("", "gone"))
     assert [ask.how for ask in asks_of(whole, WINDOW, [ids], 4, began_at_s=0.0)] == [How.WRONG]
     assert [ask.how for ask in asks_of(cut, WINDOW, [ids], 4, began_at_s=0.0)] == [How.CUT]
 
