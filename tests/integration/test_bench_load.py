@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvshuttle.bench.load import LoadGenerator
 from kvshuttle.errors import LaunchFailed
+from support.tiny_fleet import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PROGRAM = """
 import os, time
@@ -24,6 +25,13 @@ def run(argv):
         raise ValueError("no such data set")
     if what == "hang":
         time.sleep(60)
+    if what == "leave":
+        server = os.getppid()
+        print("from", server)
+        if not os.fork():
+            time.sleep(0.1)
+            os.kill(server, 9)
+            os._exit(0)
     if what == "die":
         os.kill(os.getppid(), 9)
 """
@@ -60,6 +68,17 @@ def test_a_load_generator_that_is_lost_is_replaced(load: LoadGenerator, tmp_path
         load.run([what], log_path=tmp_path / "a.log", timeout_s=1.6)
     load.run(["work"], log_path=tmp_path / "b.log", timeout_s=20)
     assert "asked to work" in (tmp_path / "b.log").read_text()
+
+
+def test_a_load_generator_that_ends_between_two_orders_is_replaced(load: LoadGenerator, tmp_path: Path) -> None:
+    load.run(["leave"], log_path=tmp_path / "a.log", timeout_s=20)
+    server = int((tmp_path / "a.log").read_text().split("from ")[1].split()[0])
+    stat = Path(f"/proc/{server}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    with pytest.raises(LaunchFailed, match="the load generator ended"):
+        load.run(["work"], log_path=tmp_path / "b.log", timeout_s=20)
+    load.run(["work"], log_path=tmp_path / "c.log", timeout_s=20)
+    assert "asked to work" in (tmp_path / "c.log").read_text()
 
 
 def test_a_program_that_cannot_be_imported_tells_why(tmp_path: Path) -> None:

@@ -113,6 +113,23 @@ def test_what_dies_by_itself_is_told_of_and_started_again(fleet: Fleet, tmp_path
     assert "SIGABRT" in outage.detail
 
 
+def test_what_died_by_itself_is_not_put_down_to_a_fault_that_is_due(fleet: Fleet, tmp_path: Path) -> None:
+    os.kill(fleet.pid("prefill-0"), signal.SIGABRT)
+    wait_until(lambda: fleet.dead() == ["prefill-0"])
+    (outage,) = carry_out(outages_of(fleet, tmp_path, Fault(0.0, FaultKind.KILL, ("prefill-0",), 1, 0.1)))
+    assert outage.kind == DIED
+
+
+def test_a_router_that_died_when_it_was_to_be_restarted_is_started_once(fleet: Fleet, tmp_path: Path) -> None:
+    os.kill(fleet.pid(ROUTER), signal.SIGABRT)
+    wait_until(lambda: fleet.dead() == [ROUTER])
+    outages = outages_of(fleet, tmp_path, Fault(0.0, FaultKind.RESTART, (ROUTER,), 1, 0.0))
+    died, restarted = carry_out(outages)
+    assert (died.kind, restarted.kind) == (DIED, "restart")
+    assert NOT_OVER not in (died.ended_s, restarted.ended_s)
+    assert {each.name: each.life for each in outages.running}[ROUTER] == 2
+
+
 def test_a_watch_writes_down_each_process_with_its_files_and_threads(fleet: Fleet, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "looks.jsonl")
     running = outages_of(fleet, tmp_path).running

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvshuttle.bench import churn_talk
 from kvshuttle.bench.answers import chat_ids, expected_answer
 from kvshuttle.bench.churn_plan import MODES, ChurnPlan
 from kvshuttle.bench.churn_records import AskRecord, Client, How, Journal, read_churn_records
@@ -33,6 +34,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.behaviour = "right"
+        self.is_over = threading.Event()
         self.asked: list[tuple[str, str]] = []
 
     @property
@@ -51,6 +53,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if behaviour == "reset":
             self.connection.shutdown(2)
             self.close_connection = True
+            return
+        if behaviour == "garbage":
+            self._send(200, b"data: {half\n\n", "text/event-stream")
+            return
+        if behaviour == "silent":
+            self.server.is_over.wait(10)
             return
         if behaviour == "busy":
             self._send(503, b'{"error": {"message": "no"}}', "application/json")
@@ -76,7 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ]
         if behaviour == "error event":
             events = [*events[:2], {"error": {"message": "the engine died"}}]
-        elif behaviour != "short":
+        elif behaviour not in ("short", "uncounted"):
             events.append(self._envelope([], usage))
         data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
         self._send(200, data if behaviour == "cut" else data + b"data: [DONE]\n\n", "text/event-stream", behaviour)
@@ -86,12 +94,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return {"id": "x", "object": "chat", "created": 1, "model": "emulated", "choices": choices, **told}
 
     def _send(self, status: int, data: bytes, kind: str, behaviour: str = "") -> None:
-        is_cut = behaviour == "cut"
+        is_cut = behaviour in ("cut", "stuck")
         self.send_response(status)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(data) + 9 * is_cut))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if is_cut else data)
+        if behaviour == "stuck":
+            self.wfile.flush()
+            self.server.is_over.wait(10)
         self.close_connection = is_cut
 
     def log_message(self, *_: object) -> None:
@@ -104,6 +115,7 @@ def server() -> Iterator[Server]:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
+        server.is_over.set()
         server.shutdown()
         thread.join()
 
@@ -122,7 +134,8 @@ def asker(server: Server) -> Iterator[Asker]:
         ("right", False, How.RIGHT),
         ("wrong", True, How.WRONG),
         ("wrong", False, How.WRONG),
-        ("short", True, How.CUT),
+        ("short", True, How.WRONG),
+        ("uncounted", True, How.WRONG),
         ("short", False, How.WRONG),
         ("miscounted", True, How.WRONG),
         ("miscounted", False, How.WRONG),
@@ -132,6 +145,7 @@ def asker(server: Server) -> Iterator[Asker]:
         ("busy", False, How.ERROR),
         ("reset", True, How.REFUSED),
         ("reset", False, How.REFUSED),
+        ("garbage", True, How.WRONG),
     ],
 )
 def test_what_becomes_of_a_request_is_told_apart(
@@ -140,11 +154,23 @@ def test_what_becomes_of_a_request_is_told_apart(
     server.behaviour = behaviour
     record, text = asker.ask(MESSAGES, NUM_TOKENS, Manner("r-1", "pull", is_streamed), client=Client.LAST)
     assert record.how is how, record
-    assert record.status == {"busy": 503, "reset": 0, "cut": 0, "error event": 0}.get(behaviour, 200)
+    assert record.status == {"busy": 503, "reset": 0, "cut": 0, "error event": 0, "garbage": 0}.get(behaviour, 200)
     assert server.asked == [("pull", "r-1")]
     if how is How.RIGHT:
         assert text == expected_answer(chat_ids(MESSAGES), NUM_TOKENS)
         assert record.num_tokens == NUM_TOKENS
+
+
+@pytest.mark.parametrize("behaviour", ["silent", "stuck"])
+def test_a_hang_is_silence_before_the_answer_and_in_the_middle_of_it(
+    server: Server, behaviour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(churn_talk, "_PATIENCE_S", 0.3)
+    server.behaviour = behaviour
+    asker = Asker(server.url, now_s())
+    record, _ = asker.ask(MESSAGES, NUM_TOKENS, Manner("r-1", "pull", is_streamed=True), client=Client.TALK)
+    asker.close()
+    assert record.how is How.SILENT, record
 
 
 def test_a_client_that_leaves_is_told_apart_from_a_stream_that_is_cut(server: Server, asker: Asker) -> None:

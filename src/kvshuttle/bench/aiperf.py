@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import gzip
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,7 @@ _INSTALL_TIMEOUT_S = 1800.0
 _STARTUP_S = 300.0
 _TURN_TIMEOUT_S = 600.0
 _TAIL_LINES = 30
+_POLL_S = 0.1
 _MARK = "complete"
 _RECORDS, _TEXTS, _SUMMARY = "profile_export.jsonl", "outputs.json", "profile_export_aiperf.json"
 _NOT_FOR_IT = ("PYTHONPATH", "HF_HUB_OFFLINE")
@@ -271,12 +273,16 @@ def _run(argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, timeout
     guard = Guard(env)
     guard.add(process.pid)
     try:
-        code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        raise LaunchFailed(f"{argv[0]} did not end within {timeout_s:.0f} s; see {log_path}") from None
+        # Looked at without reaping: while the dead leader keeps its number, the group's number cannot be a stranger's.
+        deadline_at_s = now_s() + timeout_s
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if now_s() > deadline_at_s:
+                raise LaunchFailed(f"{argv[0]} did not end within {timeout_s:.0f} s; see {log_path}")
+            time.sleep(_POLL_S)
     finally:
         signal_group(process.pid, signal.SIGKILL)
-        process.wait()
+        code = process.wait()
+        guard.remove(process.pid)
         guard.close()
     if code:
         raise LaunchFailed(f"aiperf: exit code {code}. {_end_of(log_path)}")

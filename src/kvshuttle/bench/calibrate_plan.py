@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from kvshuttle.errors import ConfigError
 
@@ -71,7 +72,7 @@ class CalibratePlan:
     def _check_numbers(self) -> None:
         for option in ("prompt_tokens", "contexts", "batches"):
             texts = getattr(self, option)
-            if not texts or any(not text.isdigit() or not int(text) for text in texts):
+            if not texts or any(not text.isdecimal() or not int(text) for text in texts):
                 raise ConfigError(
                     f"--{option.replace('_', '-')}: whole numbers above 0, got {', '.join(texts) or 'none'}"
                 )
@@ -111,7 +112,16 @@ class CalibratePlan:
 
 def engine_address(option: str, text: str) -> tuple[str, str]:
     """URL and side channel of ``URL,SIDE``. Raises ``ConfigError`` naming the option."""
-    url, comma, side = text.partition(",")
-    if not comma or not url.startswith("http://") or not side.rpartition(":")[2].isdigit():
+    url, _, side = text.partition(",")
+    if not _is_http(url) or not re.fullmatch(r".+:[0-9]{1,5}", side):
         raise ConfigError(f"--{option}: URL,SIDE, e.g. http://127.0.0.1:8100,127.0.0.1:14579, got {text!r}")
     return url.rstrip("/"), side
+
+
+def _is_http(url: str) -> bool:
+    """Whether it names a host, and a port where it names one at all."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

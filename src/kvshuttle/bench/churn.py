@@ -100,6 +100,7 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
 def _carry_out(run: _Run) -> None:
     """Load and faults, then rest."""
     plan, run.began_at_s = run.plan, now_s()
+    asker = Asker(run.url, run.began_at_s)
     tokenizer_dir = run.out_dir / TOKENIZER_DIR
     windows = Windows(plan, run.load, run.journal, run.out_dir, tokenizer_dir, run.url, run.say, run.began_at_s)
     run.say("measuring what the engines can do before the first fault")
@@ -113,7 +114,6 @@ def _carry_out(run: _Run) -> None:
     )
     watch.look()
     with watch:
-        asker = Asker(run.url, run.began_at_s)
         clients = ThreadPoolExecutor(1 + plan.conversations, "churn-client")
         asking = [clients.submit(windows.run_until, began_s + plan.duration_s, capacity, run.is_over.is_set)]
         for number in range(plan.conversations):
@@ -125,7 +125,7 @@ def _carry_out(run: _Run) -> None:
             run.is_over.set()
             clients.shutdown(wait=False)
         run.say("the load is over; waiting until nothing is held any more")
-        _rest(run, watch, asker)
+        _rest(run, watch, asker, outages)
         asker.close()
 
 
@@ -133,6 +133,9 @@ def _under_load(run: _Run, outages: Outages, asking: Sequence[Future[None]], *, 
     """Until the time is over, everything has come up again, and every client has its answer."""
     while now_s() < end_at_s or not outages.is_over:
         outages.advance()
+        for client in asking:
+            if client.done():
+                client.result()  # where it ended by an exception, nobody asks any more
         time.sleep(_STEP_S)
         if now_s() > end_at_s + run.plan.startup_timeout_s:
             raise LaunchFailed(f"not everything came up again: {run.fleet!r}")
@@ -149,7 +152,7 @@ def _under_load(run: _Run, outages: Outages, asking: Sequence[Future[None]], *, 
         client.result()
 
 
-def _rest(run: _Run, watch: Watch, asker: Asker) -> None:
+def _rest(run: _Run, watch: Watch, asker: Asker, outages: Outages) -> None:
     rest = Rest(run.plan, run.fleet_plan, run.journal, run.began_at_s)
     found = rest.wait()
     run.say(f"  {'nothing is left' if not found.left else f'left: {found.left}'} after {found.took_s:.0f} s")
@@ -158,6 +161,7 @@ def _rest(run: _Run, watch: Watch, asker: Asker) -> None:
     last = rest.ask_in_each_mode(asker)
     run.say(f"  {sum(ask.how is How.RIGHT for ask in last)} of {len(last)} last requests are answered well")
     run.journal.write(*_routed(run))
+    outages.note_deaths()
     looks = watch.look()
     bugs = {
         f"{look.name} {name}": look.gauges[name] for look in looks for name in BUG_COUNTERS if look.gauges.get(name)

@@ -176,7 +176,8 @@ def asks_of(
     asks = []
     for index, ids in enumerate(prompts):
         text, error = normal_text(result.generated_texts[index]), result.errors[index].strip()
-        how = judged(text, expected_answer(ids, num_tokens), is_whole=False)
+        # A stream that broke off leaves an error. Without one the client took the answer for whole, so it must be.
+        how = judged(text, expected_answer(ids, num_tokens), is_whole=not error)
         status = _STATUS_OF.get(error, 0)
         if how == How.CUT and not text:
             how = How.ERROR if status else How.REFUSED if any(name in error for name in _REFUSALS) else How.CUT

@@ -77,10 +77,9 @@ class Outages:
 
     def advance(self) -> None:
         """Do what is due. Called often, by one thread."""
+        self.note_deaths()
         while self.faults and self.faults[0].at_s <= self._since():
             self._strike(self.faults.pop(0))
-        for name in [name for name in self.fleet.dead() if name not in self._down]:
-            self._on_death(name)
         for name, stopped in list(self._stopped.items()):
             if self._since() >= stopped.until_s:
                 self._continue(name)
@@ -98,6 +97,11 @@ class Outages:
                 self._end(outage, "it did not become healthy in time")
                 del self._starting[name]
                 self.fleet.kill(name)
+
+    def note_deaths(self) -> None:
+        """Write down who died by itself. Before any fault: who is killed then did not."""
+        for name in [name for name in self.fleet.dead() if name not in self._down]:
+            self._on_death(name)
 
     def _strike(self, fault: Fault) -> None:
         if fault.kind is FaultKind.RESTART:
@@ -126,9 +130,14 @@ class Outages:
 
     def _restart_router(self) -> None:
         outage = self._begin(ROUTER, FaultKind.RESTART, "")
+        # Where it has died by itself just now, it is started here.
+        _, death = self._down.pop(ROUTER, (0.0, None))
+        self._forget(ROUTER)
         self.fleet.restart(ROUTER, timeout_s=_ROUTER_TIMEOUT_S)
         self._on_start(ROUTER)
-        self._end(outage)
+        for each in (outage, death):
+            if each is not None:
+                self._end(each)
 
     def _on_death(self, name: str) -> None:
         outage = self._begin(name, DIED, self.fleet.death_notice(name)[-600:])

@@ -20,7 +20,16 @@ from kvshuttle.bench.churn_records import (
     WindowRecord,
     read_churn_records,
 )
-from kvshuttle.bench.churn_verdict import FINE, Causes, ChurnResults, Verdict, judge, slope_per_hour
+from kvshuttle.bench.churn_verdict import (
+    FINE,
+    Causes,
+    ChurnResults,
+    Verdict,
+    explained_part,
+    judge,
+    slope_per_hour,
+    well_part,
+)
 from kvshuttle.bench.figures import percentile
 from kvshuttle.bench.markdown import NOTHING, machine_rows
 from kvshuttle.bench.plan_file import command_of, read_plan
@@ -125,7 +134,10 @@ def _faults(results: ChurnResults) -> Section:
         f"{told}. kill: SIGKILL to all processes of an engine, which is started again after some seconds; stop:"
         f" SIGSTOP, then SIGCONT; restart: SIGTERM to the router and another one; {DIED}: nobody here did it."
         " Seconds from the begin until it was healthy again."
-        + (f" {more} more are in the records." if more > 0 else ""),
+        + (f" {more} more are in the records." if more > 0 else "")
+        + " Part of the time of the load in which each was under no fault: "
+        + ", ".join(f"{name} {well_part(results, name):.0%}" for name in _names(results))
+        + ".",
         ("At, s", "What", "Whom", "Lasted, s", ""),
         rows,
     )
@@ -175,8 +187,11 @@ def _failures(results: ChurnResults) -> Section:
         "Failures by kind and cause",
         "As the client saw it, and as the router logged it: legs that failed, and the outcome. A cause is a fault that"
         f" overlaps the request's life, or was over less than {results.plan.explained_within_s:g} s before it was sent,"
-        " and was the engines' that the router names, or its own; or the limit of connections to engines, where the"
-        " router says so.",
+        " and was the engines' that the router names, or its own, where the router says that engines failed it; else"
+        " its own; or the limit of connections to engines, where the router says so and more is sent than they can"
+        " answer, or a fault is near. By the times alone some fault would explain failures in"
+        f" {explained_part(results):.0%} of the time of the load, and one of the router in"
+        f" {explained_part(results, (ROUTER,)):.0%}.",
         ("Client saw", "Legs", "Router says", "Cause", "Requests"),
         rows,
     )
@@ -237,7 +252,7 @@ def _rest(results: ChurnResults) -> Section:
         for rest in results.of(RestRecord)
     ]
     lines += [
-        f"Engines found wrong KV {end.num_wrong_kv_lines} times; counters of bugs: {end.bugs or 'all 0'}."
+        f"Engines found wrong KV {end.num_wrong_kv_lines} times; counters of bugs at the end: {end.bugs or 'all 0'}."
         for end in results.of(EndRecord)
     ]
     return Section(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 import re
 import time
@@ -22,6 +23,7 @@ from kvshuttle.errors import KvshuttleError
 from kvshuttle.launcher.chat import fetch_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from kvshuttle.bench.churn_plan import ChurnPlan
@@ -89,13 +91,18 @@ class Rest:
                 if process.name != ROUTER:
                     # Blocks let go of while an engine idled return at its next step, and its metrics follow.
                     complete(process.url, [FIRST_WORD], max_tokens=2)
-                gauges = gauges_of(fetch_metrics(process.url))
-                found = {name: gauges[name] for name in wanted if gauges.get(name)}
-            except (KvshuttleError, OSError) as error:
+                found = residue(gauges_of(fetch_metrics(process.url)), wanted)
+            except (KvshuttleError, OSError, http.client.HTTPException, ValueError) as error:
                 found = {f"does not answer: {error}"[:200]: 1.0}
             if found:
                 left[process.name] = found
         return left
+
+
+def residue(gauges: Mapping[str, float], wanted: Sequence[str]) -> dict[str, float]:
+    """Of ``wanted`` all that is not 0, and, since nothing is known of it then, what is not told at all."""
+    left = {name: gauges[name] for name in wanted if gauges.get(name)}
+    return left | {f"no figure of {name}": 1.0 for name in wanted if name not in gauges}
 
 
 def end_record(log_dir: Path, bugs: dict[str, float]) -> EndRecord:

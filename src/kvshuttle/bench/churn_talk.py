@@ -52,7 +52,9 @@ class Asker:
         except ImportError as error:
             raise ConfigError("bench churn: it takes the package openai, which comes with vLLM") from error
         self._openai = openai
-        self._failures = (openai.OpenAIError, httpx.HTTPError)
+        # What is no JSON where JSON must be is a ValueError, as it comes.
+        self._failures = (openai.OpenAIError, httpx.HTTPError, ValueError)
+        self._timeouts = (openai.APITimeoutError, httpx.TimeoutException)
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=_PATIENCE_S)
         self._began_at_s = began_at_s
 
@@ -75,8 +77,8 @@ class Asker:
         found = judged(text, expected_answer(ids, num_tokens), is_whole=how is How.RIGHT)
         if found is How.WRONG:
             how, detail = How.WRONG, f"{detail} {text[:60]}".strip()
-        elif how is How.RIGHT and usage is not None and usage != (len(ids), num_tokens):
-            how, detail = How.WRONG, f"usage says {usage[0]} + {usage[1]} tokens, it was {len(ids)} + {num_tokens}"
+        elif how is How.RIGHT and usage != (len(ids), num_tokens):
+            how, detail = How.WRONG, f"usage says {usage} tokens, it was {(len(ids), num_tokens)}"
         record = AskRecord(
             client=client,
             request_id=manner.request_id,
@@ -105,7 +107,7 @@ class Asker:
         )
 
     def _read(self, answer: Any, manner: Manner, pieces: list[str]) -> tuple[How, tuple[int, int] | None]:
-        """Take the answer in. ``RIGHT`` when it came to its end, whatever is in it."""
+        """Take the answer in. ``RIGHT`` when it came to what its client takes for its end, whatever is in it."""
         if not manner.is_streamed:
             pieces.append(answer.choices[0].message.content or "")
             return How.RIGHT, (answer.usage.prompt_tokens, answer.usage.completion_tokens)
@@ -118,15 +120,15 @@ class Asker:
             if manner.leaves_after and len(pieces) >= manner.leaves_after:
                 answer.close()
                 return How.LEFT, None
-        if usage is None:
-            return How.CUT, None
-        return How.RIGHT, (usage.prompt_tokens, usage.completion_tokens)
+        return How.RIGHT, None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
 
     def _failure(self, error: Exception, pieces: Sequence[str]) -> tuple[How, int, str]:
         detail = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError):
+            return How.WRONG, 0, detail
         if isinstance(error, self._openai.APIStatusError):
             return How.ERROR, error.status_code, detail
-        if isinstance(error, self._openai.APITimeoutError):
+        if isinstance(error, self._timeouts):
             return How.SILENT, 0, detail
         if isinstance(error, self._openai.APIConnectionError) and not pieces:
             return How.REFUSED, 0, detail

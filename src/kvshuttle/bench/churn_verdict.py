@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvshuttle.bench.churn_faults import ROUTER
-from kvshuttle.bench.churn_plan import MODES
+from kvshuttle.bench.churn_plan import BLOCK_SIZE_TOKENS, MODES
 from kvshuttle.bench.churn_records import (
     BUG_COUNTERS,
     DIED,
@@ -24,20 +25,22 @@ from kvshuttle.bench.churn_records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvshuttle.bench.churn_plan import ChurnPlan
     from kvshuttle.bench.churn_records import Record
 
 MOST_NEW_FDS = 28
-"""Open files that a process may have more of at the end than when it was first seen healthy. An engine that has met all
-its peers was seen with 17 more; files left open for each dead peer, or each request, soon come to more."""
+"""Open files that a process may have more of at the end than when it had fewest. An engine that has met all its peers
+was seen with 17 more; files left open for each dead peer, or each request, soon come to more."""
 MOST_NEW_THREADS = 8
 """The same for threads, of which one more was seen."""
 FINE = (How.RIGHT, How.LEFT)
 _CAPACITY = ":capacity"
 _BEFORE_S = 1.0
 """A fault is dated a moment after it was begun."""
+_OVERLOAD_PART = 0.99
+"""Windows with so much of the highest rate are those with more load than engines can carry."""
 
 R = TypeVar("R")
 
@@ -75,6 +78,11 @@ class ChurnResults:
 
 OVERLOAD = "overload: refused by the router's limit"
 UNEXPLAINED = ""
+_FAILED_BY_ENGINES = ("unavailable", "broken_stream")
+"""What the router says of a request that its engines failed. Anything else that failed is the router's own doing, or
+never came to its log: that only an end of the router itself can explain."""
+HANDED_OFF = {"push": "push received", "pull": "read read_ok"}
+"""What decode engines count where a hand-off of a mode went well."""
 
 
 @dataclass(slots=True)
@@ -96,28 +104,44 @@ class Causes:
     def of(self, ask: AskRecord) -> str:
         """Why it failed: overload, where the router says so of each attempt; a fault that was near; or nothing.
 
-        Where the router names the engines that failed it, the fault must have been theirs, or the router's own.
+        Where the router says that engines failed it, the fault must have been theirs, or the router's own; where it
+        does not, the router's own. Nothing explains a client that waited in silence until its patience ended.
         """
+        if ask.how == How.SILENT:
+            return UNEXPLAINED
         routed = self._routed.get(ask.request_id)
         attempts = [] if routed is None else [failure for failure in routed.failures if not failure.endswith(_CAPACITY)]
+        ended_s = self._ended_s(ask)
+        near = self._near(ask.sent_s, ended_s)
         if ask.how == How.ERROR and routed is not None and routed.failures and not attempts:
-            return OVERLOAD
-        near = self._near(ask, 0.0 if routed is None else routed.total_s)
+            return OVERLOAD if near or self._is_overloaded(ask.sent_s, ended_s) else UNEXPLAINED
         names = {outage.name for outage in near}
-        if not near or not (ROUTER in names or all(attempt.split(":")[1] in names for attempt in attempts)):
+        is_engines = routed is not None and routed.outcome in _FAILED_BY_ENGINES
+        is_theirs = is_engines and all(attempt.split(":")[1] in names for attempt in attempts)
+        if not near or not (ROUTER in names or is_theirs):
             return UNEXPLAINED
         return f"a fault: {', '.join(sorted({outage.kind for outage in near}))}"
 
-    def _near(self, ask: AskRecord, total_s: float) -> list[OutageRecord]:
-        """Faults that overlap its life, or were over not long before. ``total_s``: its time by the router's log."""
-        ended_s = ask.sent_s + total_s if ask.ended_s == NOT_OVER else ask.ended_s
-        within_s = self.results.plan.explained_within_s
-        return [
-            outage
-            for outage in self._outages
-            if outage.began_s - _BEFORE_S <= ended_s
-            and (outage.ended_s == NOT_OVER or ask.sent_s <= outage.ended_s + within_s)
-        ]
+    def _ended_s(self, ask: AskRecord) -> float:
+        """Its client's word, or the router's where the client does not say."""
+        routed = self._routed.get(ask.request_id)
+        if ask.ended_s != NOT_OVER:
+            return ask.ended_s
+        return ask.sent_s + (0.0 if routed is None else routed.total_s)
+
+    def _near(self, sent_s: float, ended_s: float) -> list[OutageRecord]:
+        """Faults that overlap a request's life, or were over not long before."""
+        spans = [(outage, *_explaining(outage, self.results.plan)) for outage in self._outages]
+        return [outage for outage, start_s, end_s in spans if start_s <= ended_s and sent_s <= end_s]
+
+    def _is_overloaded(self, sent_s: float, ended_s: float) -> bool:
+        """Whether the load generator sent, or waited for, more than engines can answer at any time of a life."""
+        windows = self.results.of(WindowRecord)
+        most = max((window.rate for window in windows), default=0.0)
+        return any(
+            window.rate > most * _OVERLOAD_PART and window.began_s <= ended_s and sent_s <= window.ended_s
+            for window in windows
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +179,7 @@ def _about_answers(results: ChurnResults) -> list[str]:
     if unexplained:
         first = unexplained[0]
         reasons.append(
-            f"{len(unexplained)} requests failed and no fault was near, the first: {first.request_id},"
+            f"{len(unexplained)} requests failed and nothing explains that, the first: {first.request_id},"
             f" {first.how}, {first.status or ''} {first.detail}".rstrip()
         )
     reasons += [
@@ -183,6 +207,39 @@ def _about_deaths(results: ChurnResults) -> list[str]:
     return reasons + [f"{text}: {count:g}" for text, count in bugs.items() if count]
 
 
+def explained_part(results: ChurnResults, names: Collection[str] = ()) -> float:
+    """Part of the time of the load at which a failure could be put down to a fault of one of ``names``, or of any."""
+    outages = [outage for outage in results.outages if not names or outage.name in names]
+    return _covered(results, [_explaining(outage, results.plan) for outage in outages])
+
+
+def well_part(results: ChurnResults, name: str) -> float:
+    """Part of the time of the load in which a process was under no fault."""
+    outages = [outage for outage in results.outages if outage.name == name]
+    return 1.0 - _covered(results, [(outage.began_s, _end_of(outage)) for outage in outages])
+
+
+def _explaining(outage: OutageRecord, plan: ChurnPlan) -> tuple[float, float]:
+    """From when until when a fault explains failures."""
+    return outage.began_s - _BEFORE_S, _end_of(outage) + plan.explained_within_s
+
+
+def _end_of(outage: OutageRecord) -> float:
+    return math.inf if outage.ended_s == NOT_OVER else outage.ended_s
+
+
+def _covered(results: ChurnResults, spans: Sequence[tuple[float, float]]) -> float:
+    """Part of the time, from the first to the last request under load, that lies in any of ``spans``."""
+    sent_s = [ask.sent_s for ask in results.of(AskRecord) if ask.client != Client.LAST]
+    start_s, end_s = min(sent_s, default=0.0), max(sent_s, default=0.0)
+    covered_s, until_s = 0.0, start_s
+    for span_start_s, span_end_s in sorted(spans):
+        begin_s, stop_s = max(span_start_s, until_s), min(span_end_s, end_s)
+        covered_s += max(0.0, stop_s - begin_s)
+        until_s = max(until_s, stop_s)
+    return covered_s / (end_s - start_s) if end_s > start_s else 0.0
+
+
 def _about_rest(results: ChurnResults) -> list[str]:
     rests, reasons = results.of(RestRecord), []
     if not results.of(EndRecord):
@@ -197,7 +254,28 @@ def _about_rest(results: ChurnResults) -> list[str]:
         num_right = sum(ask.how == How.RIGHT for ask in asks)
         if not asks or num_right < len(asks):
             reasons.append(f"at the end, with mode {mode}, {num_right} of {len(asks)} requests were answered well")
-    return reasons
+    return reasons + _about_last_hand_offs(results, last)
+
+
+def _about_last_hand_offs(results: ChurnResults, last: Sequence[AskRecord]) -> list[str]:
+    """An answer is right without a hand-off, too: the prompt is computed again. So what engines count must grow."""
+    # Shorter turns do not fill a block, and nothing is handed off.
+    if not last or results.plan.turn_tokens < BLOCK_SIZE_TOKENS:
+        return []
+    began_s = min(ask.sent_s for ask in last)
+    return [
+        f"at the end, with mode {mode}, requests were sent and no engine counts {counter}"
+        for mode, counter in HANDED_OFF.items()
+        if not sum(_growth(looks, counter, began_s) for looks in results.lives().values())
+    ]
+
+
+def _growth(looks: Sequence[LookRecord], counter: str, since_s: float) -> float:
+    """By how much a counter of one life grew after an instant."""
+    told = [look for look in looks if look.gauges]
+    before = [look.gauges.get(counter, 0.0) for look in told if look.at_s <= since_s]
+    after = [look.gauges.get(counter, 0.0) for look in told if look.at_s > since_s]
+    return max(after, default=0.0) - max(before, default=0.0) if after else 0.0
 
 
 def _about_growth(results: ChurnResults) -> list[str]:
@@ -206,16 +284,17 @@ def _about_growth(results: ChurnResults) -> list[str]:
     if not rests:
         return []
     for (name, _), looks in results.lives().items():
-        first, last = looks[0], looks[-1]
-        if last.at_s < rests[-1].began_s or first is last:
+        last = looks[-1]
+        if last.at_s < rests[-1].began_s:
             continue
+        # Not beside its first look: a router that is restarted under load has many connections at once.
         for what, more, most in (
-            ("open files", last.num_fds - first.num_fds, MOST_NEW_FDS),
-            ("threads", last.num_threads - first.num_threads, MOST_NEW_THREADS),
+            ("open files", last.num_fds - min(look.num_fds for look in looks), MOST_NEW_FDS),
+            ("threads", last.num_threads - min(look.num_threads for look in looks), MOST_NEW_THREADS),
         ):
             if more > most:
-                minutes = (last.at_s - first.at_s) / 60
-                reasons.append(f"{name} has {more} more {what} than {minutes:.1f} minutes before")
+                minutes = (last.at_s - looks[0].at_s) / 60
+                reasons.append(f"{name} has {more} more {what} than at another time of its {minutes:.1f} minutes")
     return reasons
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 import sys
@@ -19,7 +18,7 @@ from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, append_cell, read_cells
 from kvshuttle.bench.inspection import save_metrics
 from kvshuttle.bench.load import LoadGenerator, write_prompt_tokenizer
-from kvshuttle.bench.machine_facts import machine_facts
+from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.real_engines import RealModel, plan_real_engines
 from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, TOKENIZER_DIR
@@ -89,14 +88,14 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
     Raises ``ConfigError`` when the directory holds a run of another plan, ``LaunchFailed`` when engines do not start.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    claim(plan, out_dir)
     profile = plan.effective_profile()
+    claim(plan, out_dir)
+    done = {(record.system, record.cell) for record in read_cells(out_dir / CELLS_FILE)}
+    write_facts(out_dir / FACTS_FILE, profile, is_continued=bool(done))
     write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
-    (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
     load = LoadGenerator(env=env, log_path=out_dir / "logs" / "load.log")
     run = _Run(plan, out_dir, env, say, load)
-    done = {(record.system, record.cell) for record in read_cells(run.cells_path)}
     systems = [GridSystem(name) for name in plan.systems]
     run.waiting = [(name, cell) for name in systems for cell in plan.cells if (name, cell) not in done]
     say(f"{len(run.waiting)} of {len(systems) * len(plan.cells)} cells to measure, results in {out_dir}")

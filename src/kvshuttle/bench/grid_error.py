@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.grid_plan import GridSystem
+from kvshuttle.bench.markdown import NOTHING
 from kvshuttle.bench.sections import Section
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def error_section(results: GridResults) -> Section | None:
         return None
     return Section(
         "The emulator's own error",
-        f"Medians at the client in milliseconds, the same prompts and arrivals: {results.plan.model} computing, with"
+        f"Medians at the client in milliseconds, the same lengths and arrivals: {results.plan.model} computing, with"
         f" --dtype {results.plan.dtype}; its profile {results.plan.profile}, emulated; emulated by computing, and how"
         " far that is off. A pass that computes takes its core, an emulated one sleeps: what others do meanwhile slows"
         " the former only, so the more requests overlap the less the two compare.",
@@ -51,5 +52,7 @@ def _heads(name: str) -> tuple[str, str, str]:
 
 def _compared(both: tuple[Sequence[Served], Sequence[Served]], name: str) -> list[str]:
     real_ms, emulated_ms = (median([getattr(request, name) for request in served]) * 1000 for served in both)
+    if not real_ms:  # an answer of one token has no time per output token
+        return [f"{real_ms:,.1f}", f"{emulated_ms:,.1f}", NOTHING]
     ratio = emulated_ms / real_ms
     return [f"{real_ms:,.1f}", f"{emulated_ms:,.1f}", f"{ratio:.2f} ({ratio - 1:+.0%})"]

@@ -72,4 +72,6 @@ def _amount(results: GridResults) -> str:
     plan = results.plan
     if plan.num_prompts:
         return f"{plan.num_prompts} requests in each cell"
-    return f"{plan.duration_s:g} s of arrivals in each cell"
+    numbers = sorted({plan.num_prompts_of(cell) for cell in plan.cells})
+    span = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+    return f"{plan.duration_s:g} s of arrivals in each cell, {span} requests"

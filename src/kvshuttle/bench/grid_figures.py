@@ -7,6 +7,7 @@ from its prompt, so from each prompt in a trace follows the text that its client
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PREFILL_NAME = "prefill-"
 """How names of engines begin that only compute prompts."""
 _WRONG_KV = "<wrong-kv>"
+_GIVEN_TWICE = "another request got the same answer"
 _ERROR_CHARACTERS = 160
 
 
@@ -53,8 +55,10 @@ def served_requests(result: LoadResult, traces: Mapping[str, Sequence[Pass]], *,
     seen = _sightings(traces)
     keys = {expected_text(key, each.num_prompt_tokens, output_tokens): key for key, each in seen.decode.items()}
     found = [keys.get(normal_text(text), "") for text in result.generated_texts]
+    # All prompts of a cell are different, so of two clients with the same answer one has another's.
+    twice = {key for key, count in Counter(found).items() if key and count > 1}
     faults = [
-        _fault(text, num, output_tokens, key)
+        _fault(text, num, output_tokens, key) or (_GIVEN_TWICE if key in twice else "")
         for text, num, key in zip(result.generated_texts, result.output_lens, found, strict=True)
     ]
     return _joined(result, seen, found, faults)

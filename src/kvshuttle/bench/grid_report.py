@@ -57,12 +57,15 @@ def report_sections(results: GridResults) -> list[Section]:
 def _latency(results: GridResults, title: str, name: str, value_s: Callable[[Served], float]) -> Section:
     def text(system: GridSystem, point: Point) -> str:
         values_ms = [value_s(request) * 1000 for request in results.served(system, point)]
-        return " / ".join(f"{percentile(values_ms, part):,.1f}" for part in (50, 90, 99)) if values_ms else NOTHING
+        num_failed = sum(len(run.requests) - len(run.served) for run in results.runs(system, point))
+        told = " / ".join(f"{percentile(values_ms, part):,.1f}" for part in (50, 90, 99)) if values_ms else NOTHING
+        return f"{told} ({num_failed} failed)" if num_failed else told
 
     return Section(
         title,
-        f"{name} at the client, milliseconds on this machine's clock: median / 90th / 99th percentile. Whiskers: lowest"
-        " and highest of the runs.",
+        f"{name} at the client, milliseconds on this machine's clock: median / 90th / 99th percentile of requests that"
+        " were answered; how many were not stands behind. Of fewer than 100 requests the 99th percentile is all but"
+        " the slowest one. Whiskers: lowest and highest of the runs.",
         *_table(results, text),
         charts=rate_charts(results, name, value_s),
         legend=legend(results),
@@ -245,9 +248,10 @@ def _not_counted(results: GridResults) -> Section:
     return Section(
         "What does not count, and what went another way",
         f"{len(results.records)} cells with {len(requests)} requests; {len(failed_cells)} cells and {num_failed}"
-        " requests do not count. Every answer was compared with the one that its prompt must have, and every block of"
-        " KV with the tokens that it stands for, but on engines that compute; one wrong block fails its cell. Requests"
-        " whose prompt the decode engine computed itself, after a failed hand-off, do count.",
+        " requests do not count. Every answer was compared with those that the cell's prompts must have, each for one"
+        " client, and every block of KV with the tokens that it stands for, but on engines that compute; one wrong"
+        " block fails its cell. Requests whose prompt the decode engine computed itself, after a failed hand-off, do"
+        " count.",
         ("What", "System", "Where", "Why"),
         rows,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import sys
@@ -19,7 +18,7 @@ from kvshuttle.bench.countdown import Countdown
 from kvshuttle.bench.figures import handoff_records, intervals
 from kvshuttle.bench.inspection import card_of, save_metrics
 from kvshuttle.bench.legs import Driven, Pair, complete, drive, send
-from kvshuttle.bench.machine_facts import machine_facts
+from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.record_file import append_records
@@ -72,10 +71,10 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
     out_dir.mkdir(parents=True, exist_ok=True)
     profile = effective_profile(plan)
     claim(plan, out_dir)
+    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in read_records(out_dir / RECORDS_FILE)}
+    write_facts(out_dir / FACTS_FILE, profile, is_continued=bool(done))
     places = Places(out_dir / "model", out_dir / "traces")
     write_model_dir(places.model_dir, profile, max_model_len=plan.max_model_len)
-    (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
-    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in read_records(out_dir / RECORDS_FILE)}
     waiting = {
         name: [c for c in plan.cells if (name, c.prompt_tokens, c.concurrency, c.background) not in done]
         for name in plan.systems

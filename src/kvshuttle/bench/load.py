@@ -7,6 +7,7 @@ neighbouring tokens, and of a small vocabulary many of them begin alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import signal
@@ -226,7 +227,9 @@ class LoadGenerator:
         if not self._is_ready:
             self._read_line(_IMPORT_TIMEOUT_S, self._log_path)
             self._is_ready = True
-        self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log_path)}).encode() + b"\n")
+        order = json.dumps({"argv": list(argv), "log": str(log_path)}).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which reading finds and tells
+            self._process.stdin.write(order)
         code = self._read_line(timeout_s, log_path)
         if code != b"0":
             tail = tail_of(log_path, num_lines=_TAIL_LINES)

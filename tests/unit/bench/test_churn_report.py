@@ -33,8 +33,10 @@ from kvshuttle.bench.churn_verdict import (
     UNEXPLAINED,
     Causes,
     ChurnResults,
+    explained_part,
     judge,
     slope_per_hour,
+    well_part,
 )
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.report import write_report
@@ -75,10 +77,11 @@ GOOD: list[Record] = [
     replace(KILL, ended_s=NOT_OVER),
     KILL,
     ask(request_id="w0-2", sent_s=39.0, ended_s=41.0, how=How.CUT),
+    RoutedRecord(request_id="w0-2", outcome="broken_stream", failures=["stream:decode-0:reset"]),
     RestRecord(began_s=150.0, took_s=3.0, bound_s=54.0, left={}),
     *LAST,
     look("router", 203.0),
-    look("decode-0", 203.0, **{"push received": 4.0}),
+    look("decode-0", 203.0, **{"push received": 4.0, "read read_ok": 2.0}),
     EndRecord(num_wrong_kv_lines=0),
 ]
 
@@ -98,7 +101,7 @@ FAILED = ask(request_id="w1-7", sent_s=100.0, ended_s=101.0, how=How.ERROR, stat
     ("record", "reason"),
     [
         (ask(how=How.WRONG, request_id="w9-9"), "1 wrong answers, the first: w9-9"),
-        (FAILED, "1 requests failed and no fault was near, the first: w1-7, error, 502"),
+        (FAILED, "1 requests failed and nothing explains that, the first: w1-7, error, 502"),
         (OutageRecord(number=2, name="prefill-1", kind=DIED, began_s=7.0, detail="ended by SIGABRT\nx"), "by itself"),
         (RestRecord(began_s=150.0, took_s=60.0, bound_s=54.0, left={"decode-1": {"leases_held": 1.0}}), "leases_held"),
         (replace(LAST[0], how=How.ERROR), "with mode auto, 1 of 2 requests"),
@@ -107,6 +110,10 @@ FAILED = ask(request_id="w1-7", sent_s=100.0, ended_s=101.0, how=How.ERROR, stat
         (EndRecord(num_wrong_kv_lines=0, log_troubles=["decode-0: Traceback"]), "in a log: decode-0"),
         (look("router", 210.0, fds=51 + MOST_NEW_FDS), "more open files"),
         (look("router", 210.0, threads=31 + MOST_NEW_THREADS), "more threads"),
+        (
+            ask(how=How.SILENT, request_id="talk1-1", sent_s=45.0, ended_s=165.0),
+            "nothing explains that, the first: talk1-1",
+        ),
         (WindowRecord(name="w5", began_s=1, ended_s=2, rate=1, num_requests=1, num_right=0, error="no\nx"), "w5"),
     ],
 )
@@ -128,30 +135,65 @@ def test_a_run_that_was_interrupted_is_reported_and_does_not_pass() -> None:
 def test_a_fault_explains_what_failed_while_it_lasted_or_soon_after(
     sent_s: float, ended_s: float, is_explained: bool
 ) -> None:
-    cause = Causes(results()).of(ask(sent_s=sent_s, ended_s=ended_s, how=How.CUT))
-    assert (cause != UNEXPLAINED) is is_explained
+    failed = ask(sent_s=sent_s, ended_s=ended_s, how=How.CUT)
+    routed = RoutedRecord(request_id=failed.request_id, outcome="broken_stream", failures=["stream:decode-0:reset"])
+    assert (Causes(results(routed)).of(failed) != UNEXPLAINED) is is_explained
+
+
+@pytest.mark.parametrize("outcome", ["", "ok", "disconnected", "stopped", "client_error"])
+def test_what_the_router_does_not_put_down_to_engines_only_its_own_end_explains(outcome: str) -> None:
+    failed = ask(sent_s=45.0, ended_s=46.0, how=How.CUT)
+    routed = (RoutedRecord(request_id=failed.request_id, outcome=outcome),) if outcome else ()
+    restart = OutageRecord(number=2, name="router", kind="restart", began_s=45.5, ended_s=47.0)
+    assert Causes(results(*routed)).of(failed) == UNEXPLAINED
+    assert Causes(results(*routed, restart)).of(failed) == "a fault: kill, restart"
+
+
+def test_a_hang_is_explained_by_nothing() -> None:
+    routed = RoutedRecord(request_id="w0-1", outcome="unavailable", failures=["decode:decode-0:reset"])
+    failed = ask(sent_s=45.0, ended_s=165.0, how=How.SILENT)
+    assert Causes(results(routed)).of(failed) == UNEXPLAINED
+    assert Causes(results(routed)).of(replace(failed, how=How.ERROR)) == "a fault: kill"
 
 
 def test_where_the_client_does_not_say_when_a_request_ended_the_router_does() -> None:
     failed = ask(sent_s=20.0, ended_s=NOT_OVER, how=How.ERROR)
     routed = RoutedRecord(request_id=failed.request_id, outcome="unavailable", total_s=22.0)
-    assert Causes(results()).of(failed) == UNEXPLAINED
+    assert Causes(results(replace(routed, total_s=0.0))).of(failed) == UNEXPLAINED
     assert Causes(results(routed)).of(failed) == "a fault: kill"
+
+
+WINDOWS = [
+    WindowRecord(name="w0", began_s=90.0, ended_s=105.0, rate=3.0, num_requests=60, num_right=60),
+    WindowRecord(name="w1", began_s=105.0, ended_s=140.0, rate=0.8, num_requests=9, num_right=9),
+]
 
 
 def test_refusals_for_want_of_connections_are_overload_and_only_those() -> None:
     failed = ask(sent_s=100.0, ended_s=101.0, how=How.ERROR)
-    routed = RoutedRecord(request_id=failed.request_id, failures=["decode:decode-0:capacity"])
+    routed = RoutedRecord(request_id=failed.request_id, outcome="unavailable", failures=["decode:decode-0:capacity"])
     mixed = replace(routed, failures=["decode:decode-0:capacity", "decode:decode-1:reset"])
-    assert Causes(results(routed)).of(failed) == OVERLOAD
-    assert Causes(results(mixed)).of(failed) == UNEXPLAINED
+    assert Causes(results(routed, *WINDOWS)).of(failed) == OVERLOAD
+    assert Causes(results(mixed, *WINDOWS)).of(failed) == UNEXPLAINED
     # Nobody refused what was cut: it waited for a connection when the router went away.
-    assert Causes(results(routed)).of(replace(failed, how=How.CUT)) == UNEXPLAINED
+    assert Causes(results(routed, *WINDOWS)).of(replace(failed, how=How.CUT)) == UNEXPLAINED
+
+
+def test_refusals_where_there_is_neither_overload_nor_a_fault_are_explained_by_nothing() -> None:
+    calm = ask(sent_s=110.0, ended_s=111.0, how=How.ERROR)
+    routed = RoutedRecord(request_id=calm.request_id, outcome="unavailable", failures=["decode:decode-0:capacity"])
+    assert Causes(results(routed, *WINDOWS)).of(calm) == UNEXPLAINED
+    fault = OutageRecord(number=2, name="decode-1", kind="stop", began_s=108.0, ended_s=112.0)
+    assert Causes(results(routed, *WINDOWS, fault)).of(calm) == OVERLOAD
 
 
 def test_where_the_router_names_an_engine_the_fault_must_have_been_its_own_or_the_router_s() -> None:
     failed = ask(sent_s=45.0, ended_s=46.0, how=How.ERROR)
-    its_own = RoutedRecord(request_id=failed.request_id, failures=["decode:decode-0:reset", "decode:decode-1:capacity"])
+    its_own = RoutedRecord(
+        request_id=failed.request_id,
+        outcome="unavailable",
+        failures=["decode:decode-0:reset", "decode:decode-1:capacity"],
+    )
     another_s = replace(its_own, failures=["decode:decode-0:reset", "prefill:prefill-1:status"])
     restart = OutageRecord(number=2, name="router", kind="restart", began_s=30.0, ended_s=33.0)
     assert Causes(results(its_own)).of(failed) == "a fault: kill"
@@ -162,6 +204,46 @@ def test_where_the_router_names_an_engine_the_fault_must_have_been_its_own_or_th
 def test_growth_counts_for_the_life_that_lasted_until_the_end() -> None:
     died_with_many = [look("decode-1", 10.0), look("decode-1", 60.0, fds=500)]
     assert judge(results(*died_with_many)).is_pass
+
+
+def test_a_restart_under_load_hides_no_growth_behind_the_files_of_that_load() -> None:
+    router = [
+        look("router", 100.0, life=2, fds=130),
+        look("router", 120.0, life=2, fds=40),
+        look("router", 203.0, life=2, fds=41 + MOST_NEW_FDS),
+    ]
+    (reason,) = judge(results(*router)).reasons
+    assert reason == f"router has {MOST_NEW_FDS + 1} more open files than at another time of its 1.7 minutes"
+
+
+@pytest.mark.parametrize(("mode", "counter"), [("push", "push received"), ("pull", "read read_ok")])
+def test_right_answers_at_the_end_without_any_hand_off_do_not_pass(mode: str, counter: str) -> None:
+    last_look = look("decode-0", 203.0, **{"push received": 4.0, "read read_ok": 2.0})
+    before = replace(last_look, at_s=199.0, gauges={counter: last_look.gauges[counter]})
+    (reason,) = judge(results(before)).reasons
+    assert reason == f"at the end, with mode {mode}, requests were sent and no engine counts {counter}"
+
+
+def test_turns_without_a_whole_block_are_not_handed_off_at_the_end_either() -> None:
+    last_look = look("decode-0", 203.0, **{"push received": 4.0, "read read_ok": 2.0})
+    records = [record for record in GOOD if record != last_look]
+    assert judge(ChurnResults(ChurnPlan(turn_tokens=100), FACTS, records)).is_pass
+    assert not judge(ChurnResults(PLAN, FACTS, records)).is_pass
+
+
+def test_parts_of_the_time_count_overlapping_faults_once() -> None:
+    asks = [ask(sent_s=0.0), ask(sent_s=100.0)]
+    faults = [
+        OutageRecord(number=1, name="decode-0", kind="kill", began_s=11.0, ended_s=20.0),
+        OutageRecord(number=2, name="prefill-0", kind="stop", began_s=16.0, ended_s=30.0),
+        OutageRecord(number=3, name="router", kind="restart", began_s=91.0),
+    ]
+    run = ChurnResults(PLAN, FACTS, [*asks, *faults])
+    assert explained_part(run) == pytest.approx(0.5)  # 10 to 50, and from 90 on
+    assert explained_part(run, ("router",)) == pytest.approx(0.1)
+    assert well_part(run, "decode-0") == pytest.approx(0.91)
+    assert well_part(run, "decode-1") == 1.0
+    assert explained_part(ChurnResults(PLAN, FACTS, [])) == 0.0
 
 
 def test_a_slope_is_that_of_the_line_through_the_points() -> None:
@@ -182,7 +264,8 @@ def test_the_report_is_written_from_a_directory(tmp_path: Path) -> None:
     report = page.with_name("report.md").read_text()
     assert "PASS. 5 requests: 4 answered" in report
     assert "| 40 | kill | decode-0 | 20 |" in report
-    assert "| cut | - | not logged | a fault: kill | 1 |" in report
+    assert "| cut | stream: reset | broken_stream | a fault: kill | 1 |" in report
+    assert "under no fault: prefill-0 100%, prefill-1 100%, decode-0 " in report
     assert "2 preemptions; the fullest pool was 40% in use" in report
     assert "kvshuttle bench churn --out DIR --minutes 2" in report
     assert page.read_text().count("<svg") == 7

@@ -56,6 +56,13 @@ def test_an_answer_that_no_prompt_has_does_not_count() -> None:
     assert request.gap_s == NOT_KNOWN
 
 
+def test_of_two_requests_with_the_same_answer_neither_counts() -> None:
+    other = [forward(11.0, 11.5, (B, 0, 2048))], [forward(11.6, 11.7, (B, 2047, 2048))]
+    traces = {"prefill-0": PREFILL + other[0], "decode-0": DECODE + other[1]}
+    its_own, another_s = joined(traces, (answer_to(A), 10.0, 0.62, 0.9), (answer_to(A), 10.9, 0.85, 1.2))
+    assert its_own.error == another_s.error == "another request got the same answer"
+
+
 @pytest.mark.parametrize(
     ("text", "error", "told"),
     [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
+from msgspec.structs import replace
 
 from kvshuttle.bench.grid_records import append_cell
 from kvshuttle.bench.grid_report import report_sections
@@ -72,8 +73,9 @@ def tree_of(page: str) -> ElementTree.Element:
 
 def test_latencies_are_told_as_median_and_tails() -> None:
     first_token, per_token = sections()["Time to the first token"], sections()["Time per output token"]
-    assert row(first_token, Rate="4") == ["2,048", "4", "8", "4", "800.0 / 960.0 / 996.0", "300.0 / 380.0 / 398.0"]
-    assert row(per_token, Rate="4")[4:] == ["100.0 / 100.0 / 100.0"] * 2
+    ours = "300.0 / 380.0 / 398.0 (1 failed)"
+    assert row(first_token, Rate="4") == ["2,048", "4", "8", "4", "800.0 / 960.0 / 996.0", ours]
+    assert row(per_token, Rate="4")[4:] == ["100.0 / 100.0 / 100.0", "100.0 / 100.0 / 100.0 (1 failed)"]
     assert row(first_token, Rate="8")[4:] == ["-", "-"]
     assert len(first_token.charts) == 3
 
@@ -133,6 +135,9 @@ def test_facts_say_what_the_figures_depend_on() -> None:
     assert "every duration times 4" in facts["Accelerator"]
     assert facts["Prefix caches"].startswith("prefill on, decode off; no engine had seen")
     assert "seeds 0, 1 run(s) of each" in facts["Load"]
+    assert "8 requests in each cell" in facts["Load"]
+    timed = dict(sections(grid_plan(num_prompts=0, duration_s=20, time_scale=1, rates=[0.1, 4]))["What was run"].rows)
+    assert "20 s of arrivals in each cell, 8 to 80 requests" in timed["Load"]
 
 
 def test_the_page_is_well_formed_and_fetches_nothing() -> None:
@@ -221,5 +226,8 @@ def test_the_emulators_error_is_told_where_both_were_measured() -> None:
     assert row[3:] == ["4", "shuttle-push", "600.0", "540.0", "0.90 (-10%)", "100.0", "100.0", "1.00 (+0%)"]
     told = dict(sections["What was run"].rows)
     assert told["Model"] == "systems that compute: smollm2, --dtype auto, as kvshuttle up starts it"
+    short = [cell_record(name, [replace(served(0.6), num_output_tokens=1)]) for name in systems]
+    (row,) = report_sections(GridResults(plan, FACTS, short))[1].rows
+    assert row[5:] == ["600.0", "600.0", "1.00 (+0%)", "0.0", "0.0", "-"]
     others = report_sections(GridResults(PLAN, FACTS, RECORDS))
     assert "The emulator's own error" not in {section.title for section in others}
