@@ -2,7 +2,8 @@
 
 Hard filters drop engines that cannot serve the leg at all. Soft filters drop engines that failed lately or
 failed this very request, unless nobody else is left: with every engine in quarantine, trying one
-is better than refusing. Scores lie in [0, 1], more is better; the highest wins and equal ones are drawn.
+is better than refusing. Scores lie in [0, 1], more is better; the highest wins. Of equal ones it is the one that was
+given a request the longest ago, which is the first to be done where all are alike; where none was given any, one is drawn.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Following(StrEnum):
 class EngineView(msgspec.Struct, frozen=True):
     """What the router believes of one engine at one instant.
 
-    ``outstanding_*``: dispatched by this router and not answered. ``reported_requests``: running and waiting by the
+    ``outstanding_*``: dispatched by this router and not answered. ``given_at``: which of all requests that this router
+    gave to engines was the last one for it, 0 for none. ``reported_requests``: running and waiting by the
     engine's own report, other routers' included; ``num_queued``: those of them that wait for room, not for their KV.
     ``num_slots``: how many it runs at a time, 0 when unknown, as ``num_blocks`` and ``block_size_tokens`` may be.
     ``models``: names it serves, None when unknown. ``peers``: names of the engines of the other role that are up and
@@ -68,6 +70,7 @@ class EngineView(msgspec.Struct, frozen=True):
     is_quarantined: bool = False
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
+    given_at: int = 0
     reported_requests: int = 0
     num_queued: int = 0
     num_slots: int = 0
@@ -99,7 +102,7 @@ def place_prefill(views: Sequence[EngineView], *, model: str, avoid: Collection[
     """The prefill engine with the fewest outstanding prefill tokens.
 
     score = 1 / (1 + outstanding_tokens). Only engines with a compatible decode engine count. ``model``: "" for any.
-    ``avoid``: engines that failed this request. ``draw``: uniform in [0, 1), decides between equals.
+    ``avoid``: engines that failed this request. ``draw``: uniform in [0, 1), decides between equals that were never given any.
     """
     return _place(
         views, model, lambda view: bool(view.peers), avoid, lambda view: 1.0 / (1.0 + view.outstanding_tokens), draw
@@ -189,4 +192,6 @@ def _highest(views: Sequence[EngineView], score: Callable[[EngineView], float], 
     scores = [score(view) for view in views]
     best = max(scores)
     equals = [view for view, value in zip(views, scores, strict=True) if best - value <= _SCORE_TOLERANCE]
+    longest_ago = min(view.given_at for view in equals)
+    equals = [view for view in equals if view.given_at == longest_ago]
     return equals[int(draw * len(equals))]

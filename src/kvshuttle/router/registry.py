@@ -8,6 +8,7 @@ and by the requests that fail or succeed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUARANTINE_DOUBLINGS = 4
 _NOT_PROBED = "not probed yet"
+_GIVEN = itertools.count(1)
+"""Numbers of the requests that engines are given; by them the longest ago is told."""
 
 
 class Engine:
@@ -45,6 +48,7 @@ class Engine:
         self.peers: frozenset[str] = frozenset()
         self.outstanding_requests = 0
         self.outstanding_tokens = 0
+        self.given_at = 0
         self.http_kick = asyncio.Event()
         self.side_kick = asyncio.Event()
         self._exchanges: set[Exchange] = set()
@@ -76,6 +80,8 @@ class Engine:
         """Count what was dispatched (or, negative, answered)."""
         self.outstanding_requests += num_requests
         self.outstanding_tokens += num_tokens
+        if num_requests > 0:
+            self.given_at = next(_GIVEN)
         self._view = None
 
     def changed(self) -> None:
@@ -107,6 +113,7 @@ class Engine:
             is_quarantined=is_quarantined,
             outstanding_requests=self.outstanding_requests,
             outstanding_tokens=self.outstanding_tokens,
+            given_at=self.given_at,
             reported_requests=report.num_running + report.num_waiting if report else 0,
             num_queued=max(report.num_waiting - report.num_loading, 0) if report else 0,
             num_slots=report.num_slots if report else 0,

@@ -31,6 +31,14 @@ def test_the_fewest_outstanding_prefill_tokens_win_whatever_the_number_of_reques
     assert prefill(few_long, many_short) == Placement("p1", PlacementReason.LEAST_LOADED)
 
 
+@pytest.mark.parametrize("draw", [0.0, 0.999])
+def test_of_equals_the_one_that_was_given_a_request_the_longest_ago_is_taken(draw):
+    # All are computing a prompt of the same length: the oldest one will be done first.
+    views = [EngineView(f"p{at}", is_up=True, outstanding_tokens=512, given_at=at, peers=P0.peers) for at in (3, 1, 2)]
+    assert prefill(*views, draw=draw).engine == "p1"
+    assert prefill(*views, replace(P1, name="new", outstanding_tokens=512), draw=draw).engine == "new"
+
+
 @pytest.mark.parametrize(("draw", "winner"), [(0.0, "p0"), (0.49, "p0"), (0.5, "p1"), (0.999, "p1")])
 def test_the_draw_decides_between_equals(draw, winner):
     assert prefill(P0, P1, draw=draw).engine == winner
