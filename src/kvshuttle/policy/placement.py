@@ -3,7 +3,8 @@
 Hard filters drop engines that cannot serve the leg at all. Soft filters drop engines that failed lately or
 failed this very request, unless nobody else is left: with every engine in quarantine, trying one
 is better than refusing. Scores lie in [0, 1], more is better; the highest wins. Of equal ones it is the one that was
-given a request the longest ago, which is the first to be done where all are alike; where none was given any, one is drawn.
+given a request the longest ago, which is the first to be done where all are alike; where none was given any, one is
+drawn.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def place_prefill(views: Sequence[EngineView], *, model: str, avoid: Collection[
     """The prefill engine with the fewest outstanding prefill tokens.
 
     score = 1 / (1 + outstanding_tokens). Only engines with a compatible decode engine count. ``model``: "" for any.
-    ``avoid``: engines that failed this request. ``draw``: uniform in [0, 1), decides between equals that were never given any.
+    ``avoid``: engines that failed this request. ``draw``: uniform in [0, 1), decides between equals
+    that were never given any.
     """
     return _place(
         views, model, lambda view: bool(view.peers), avoid, lambda view: 1.0 / (1.0 + view.outstanding_tokens), draw
