@@ -56,7 +56,7 @@ class ChurnPlan:
     """New tokens of each turn."""
     leaving: float = 0.15
     """Part of the streamed turns in which the client leaves."""
-    fault_every_s: float = 40.0
+    fault_every_s: float = 60.0
     """Mean time between faults: half to one and a half times so much."""
     longest_stop_s: float = 15.0
     """Engines that are stopped and not killed are stopped for 2 s up to this."""
