@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvshuttle.bench.churn_plan import BLOCK_SIZE_TOKENS
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, emulation_args
 from kvshuttle.config import LauncherConfig
 from kvshuttle.emulate.model_dir import write_model_dir

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
+from kvshuttle.blocks import num_blocks_for
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BLOCK_SIZE_TOKENS = 128
 MODES = ("auto", "push", "pull")
 """What clients ask for, in turns."""
 SHORTEST_FAULT_PAUSE_S = 5.0
@@ -124,7 +125,7 @@ class ChurnPlan:
         """Room for the longest request, in whole blocks."""
         conversation = self.turns * (self.turn_tokens + self.output_tokens + _TEMPLATE_TOKENS)
         longest = max(self.longest_prompt_tokens + self.output_tokens, conversation)
-        return -(-longest // BLOCK_SIZE_TOKENS) * BLOCK_SIZE_TOKENS
+        return num_blocks_for(longest, BLOCK_SIZE_TOKENS) * BLOCK_SIZE_TOKENS
 
     @property
     def engine_names(self) -> tuple[str, ...]:

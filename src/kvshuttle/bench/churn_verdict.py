@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvshuttle.bench.churn_faults import ROUTER
-from kvshuttle.bench.churn_plan import BLOCK_SIZE_TOKENS, MODES
+from kvshuttle.bench.churn_plan import MODES
 from kvshuttle.bench.churn_records import (
     BUG_COUNTERS,
     DIED,
@@ -23,6 +23,7 @@ from kvshuttle.bench.churn_records import (
     RoutedRecord,
     WindowRecord,
 )
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.answers import expected_text, normal_text
 from kvshuttle.bench.grid_records import NOT_KNOWN, Served, StepPace
+from kvshuttle.emulate.model_dir import WRONG_KV_TEXT
 from kvshuttle.emulate.trace import first_passes, prompt_ends
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 PREFILL_NAME = "prefill-"
 """How names of engines begin that only compute prompts."""
-_WRONG_KV = "<wrong-kv>"
 _GIVEN_TWICE = "another request got the same answer"
 _ERROR_CHARACTERS = 160
 
@@ -190,7 +190,7 @@ def _stages(seen: _Sightings, key: str, sent_at_s: float) -> dict[str, Any]:
 
 
 def _fault(text: str, num_tokens: int, wanted: int, key: str) -> str:
-    if _WRONG_KV in text:
+    if WRONG_KV_TEXT in text:
         return "wrong KV"
     if num_tokens != wanted:
         return _too_short(num_tokens, wanted)

@@ -12,6 +12,9 @@ from kvshuttle.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+BLOCK_SIZE_TOKENS = 128
+"""Of engines that benchmarks start with pools of a given number of blocks; vLLM's default on the CPU."""
+
 
 class SystemName(StrEnum):
     """A connector and how it is run."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.fleets import plan_proxy
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.proxy import ProxyMode
 from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, Progress, emulation_args
 from kvshuttle.bench.texts import emulated_words, prose
-from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsSystem
+from kvshuttle.bench.turns_plan import PrefillCache, TurnsSystem
 from kvshuttle.config import LauncherConfig, ModeChoice
 from kvshuttle.emulate.model_dir import write_model_dir
 from kvshuttle.emulate.profile import Profile, load_profile

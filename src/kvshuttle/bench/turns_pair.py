@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.inspection import Pool, card_of, pool_of
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.router_calls import forget, wait_for_pair
 from kvshuttle.bench.talk import API_KEY
-from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, TurnsSystem
+from kvshuttle.bench.turns_plan import TurnsSystem
 from kvshuttle.clock import now_s
 from kvshuttle.errors import TransportError
 from kvshuttle.launcher.chat import fetch_metrics, stream_chat

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.errors import ConfigError
@@ -14,7 +15,6 @@ from kvshuttle.handoff.params import Mode
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BLOCK_SIZE_TOKENS = 128
 _TEMPLATE_TOKENS = 32
 """What a chat template adds for a turn, at most."""
 _EXCESS = 1.1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.bench.figures import percentile
 from kvshuttle.bench.markdown import NOTHING
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.plan_file import read_plan
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.sections import Section, write_sections
@@ -24,7 +25,7 @@ from kvshuttle.bench.turns_figures import (
     total_s,
     ttft_s,
 )
-from kvshuttle.bench.turns_plan import BLOCK_SIZE_TOKENS, PrefillCache, TurnsPlan, TurnsSystem
+from kvshuttle.bench.turns_plan import PrefillCache, TurnsPlan, TurnsSystem
 from kvshuttle.bench.turns_records import read_turn_records
 from kvshuttle.config import ConnectorConfig
 
