@@ -15,6 +15,7 @@ import pytest
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck
 from kvshuttle.handoff.params import DecodeLeg, Peer, PrefillLeg, parse_result, to_params
 from support.live import BLOCK_SIZE_TOKENS, HAND_OFFS, MODEL_NAME, Answer, difference, get, post
+from support.scores import ASK_SCORES_COMPLETION, assert_same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,8 @@ def _all_up_afterwards(live: Live) -> Iterator[None]:
 
 
 def completion(live: Live, num_tokens: int, *, max_tokens: int = 8) -> dict[str, object]:
-    return {"model": MODEL_NAME, "prompt": live.token_ids(num_tokens), "max_tokens": max_tokens, "temperature": 0}
+    body = {"model": MODEL_NAME, "prompt": live.token_ids(num_tokens), "max_tokens": max_tokens, "temperature": 0}
+    return body | ASK_SCORES_COMPLETION
 
 
 def ask_within(live: Live, body: dict[str, object], deadline_s: float, *, mode: str) -> Answer:
@@ -49,7 +51,7 @@ def ask_within(live: Live, body: dict[str, object], deadline_s: float, *, mode: 
 
 def assert_right_or_5xx(live: Live, body: dict[str, object], answer: Answer) -> None:
     if answer.status == 200:
-        assert answer.gist == live.ask_plain("/v1/completions", body).gist
+        assert_same(answer, live.ask_plain("/v1/completions", body))
     else:
         assert_clean_5xx(answer)
 
@@ -80,7 +82,7 @@ def wait_until_kv_moves(live: Live, *, mode: str) -> None:
         answer = live.ask("/v1/completions", body, mode=mode)
         moved = difference(live.moved(), before)
         if answer.status == 200 and moved[HAND_OFFS[mode]] == 1:
-            assert answer.gist == live.ask_plain("/v1/completions", body).gist
+            assert_same(answer, live.ask_plain("/v1/completions", body))
             break
         assert time.monotonic() < deadline_at_s, (answer.status, moved)
     assert live.wait_settled(timeout_s=15) == {}
@@ -131,7 +133,7 @@ def test_killing_the_prefill_engine_between_its_answer_and_the_read(live: Live) 
         {**body, "kv_transfer_params": to_params(DecodeLeg(transfer_id="killed-between", source=peer))},
     )
     assert time.monotonic() - started_at_s < ANSWER_WITHIN_S
-    assert answer.gist == live.ask_plain("/v1/completions", body).gist
+    assert_same(answer, live.ask_plain("/v1/completions", body))
     moved = difference(live.moved(), before)
     assert moved["transfers"] == 1
     assert moved["read_ok"] == 0

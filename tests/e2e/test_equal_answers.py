@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.live import BLOCK_SIZE_TOKENS, CHUNK_TOKENS, HAND_OFFS, MODEL_NAME, difference
+from support.scores import ASK_SCORES_CHAT, ASK_SCORES_COMPLETION, assert_same
 
 if TYPE_CHECKING:
     from support.live import Answer, Live
@@ -29,20 +30,20 @@ def request_for(live: Live, endpoint: str, num_tokens: int, *, is_streamed: bool
     body: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0, "max_tokens": NUM_ANSWER_TOKENS}
     if endpoint == "chat":
         path = "/v1/chat/completions"
-        body["messages"] = live.messages(num_tokens)
+        body |= {"messages": live.messages(num_tokens), **ASK_SCORES_CHAT}
     else:
         path = "/v1/completions"
-        body["prompt"] = live.token_ids(num_tokens)
+        body |= {"prompt": live.token_ids(num_tokens), **ASK_SCORES_COMPLETION}
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return path, body
 
 
 def assert_equal(answer: Answer, reference: Answer) -> None:
-    """Text, finish reason and token counts are the same."""
+    """Tokens and how likely each was, finish reason and token counts are the same."""
     assert answer.status == reference.status == 200, answer.raw
     assert answer.text
-    assert answer.gist == reference.gist
+    assert_same(answer, reference)
 
 
 def assert_handed_off(

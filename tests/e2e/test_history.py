@@ -30,6 +30,7 @@ from support.history_cluster import (
     user,
 )
 from support.live import BLOCK_SIZE_TOKENS, MODE_HEADER, MODEL_NAME, PROSE, difference, post
+from support.scores import ASK_SCORES_COMPLETION, assert_same
 from support.tiny_model import make_talking_model
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def by_hand(live: Live) -> ByHand:
 
 
 def completion(live: Live, num_tokens: int, *, max_tokens: int = 8) -> dict[str, Any]:
-    return {"model": MODEL_NAME, "prompt": live.token_ids(num_tokens), "max_tokens": max_tokens, "temperature": 0}
+    body = {"model": MODEL_NAME, "prompt": live.token_ids(num_tokens), "max_tokens": max_tokens, "temperature": 0}
+    return body | ASK_SCORES_COMPLETION
 
 
 def whole_blocks(num_tokens: int) -> int:
@@ -115,7 +117,7 @@ def assert_turns(
         messages.append(user(f"{number}. {prose(rng, num_new_tokens)}"))
         with counted(live) as work:
             reply = client.say(messages)
-        assert reply.gist == plain.say(messages).gist
+        assert_same(reply, plain.say(messages))
         num_known = last.num_tokens if last else 0
         num_new = reply.num_prompt_tokens - num_known
         assert work.prefill["computed"] <= num_new + BLOCK_SIZE_TOKENS + THRESHOLD_TOKENS
@@ -183,14 +185,14 @@ def test_reuse_is_exactly_the_common_prefix(history: HistoryCluster, plain: Clie
             changed = [*changed, user(prose(rng, 100))]
         with counted(live) as work:
             reply = client.say(changed)
-        assert reply.gist == plain.say(changed).gist
+        assert_same(reply, plain.say(changed))
         prompt = rendered(live, changed)
         num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, prompt, strict=False)))
         num_usable = whole_blocks(min(num_common, len(prompt) - 1))
         assert work.prefill["fetched"] == (num_usable if num_usable >= THRESHOLD_TOKENS else 0)
         assert work.prefill["computed"] == len(prompt) - work.prefill["fetched"]
         # Whatever was reused left nothing wrong behind.
-        assert reply.gist == client.say(changed).gist
+        assert_same(reply, client.say(changed))
 
 
 def two_turns(client: Client, rng: random.Random) -> list[Message]:
@@ -224,10 +226,10 @@ def test_two_branches_from_one_turn_at_the_same_time(history: HistoryCluster, pl
             replies = list(pool.map(client.say, branches))
         assert work.prefill["fetched"] == 2 * len(kept_tokens(live, messages))
         for branch, reply in zip(branches, replies, strict=True):
-            assert reply.gist == plain.say(branch).gist
+            assert_same(reply, plain.say(branch))
             more = [*branch, assistant(reply), user(prose(rng, 60))]
             with counted(live) as work:
-                assert client.say(more).gist == plain.say(more).gist
+                assert_same(client.say(more), plain.say(more))
             assert work.prefill["fetched"] == len(kept_tokens(live, more[:-1]))
 
 
@@ -284,12 +286,12 @@ def test_two_callers_with_one_conversation_id_share_nothing(history: HistoryClus
         messages = two_turns(hers, rng)
         for mine in ([*messages[:3], user(prose(rng, 100))], [user(prose(rng, 300))]):
             with counted(live) as work:
-                assert his.say(mine).gist == plain.say(mine).gist
+                assert_same(his.say(mine), plain.say(mine))
             # What he has said himself may be read for his second question, and has nothing in common with it.
             assert work.prefill["fetched"] == 0
         more = [*messages, user(prose(rng, 100))]
         with counted(live) as work:
-            assert hers.say(more).gist == plain.say(more).gist
+            assert_same(hers.say(more), plain.say(more))
         assert work.prefill["fetched"] == len(kept_tokens(live, messages))
 
 
@@ -304,13 +306,13 @@ def test_a_turn_is_reused_until_its_time_is_over_and_then_computed(history: Hist
         messages.append(user(prose(rng, 100)))
         with counted(live) as work:
             reply = client.say(messages)
-        assert reply.gist == plain.say(messages).gist
+        assert_same(reply, plain.say(messages))
         assert work.prefill["fetched"] == len(kept_tokens(live, messages[:-1]))
         messages.append(assistant(reply))
         keep_busy(live, for_s=TTL_S + 2)
         messages.append(user(prose(rng, 100)))
         with counted(live) as work:
-            assert client.say(messages).gist == plain.say(messages).gist
+            assert_same(client.say(messages), plain.say(messages))
         assert work.prefill["fetched"] == 0
 
 
@@ -421,7 +423,7 @@ def assert_goes_on(
         messages = [*messages, user(prose(rng, 150))]
         before = live.metrics(live.prefill_names[0]).prompts()
         reply = client.say(messages)
-        assert reply.gist == plain.say(messages).gist
+        assert_same(reply, plain.say(messages))
         work = difference(live.metrics(live.prefill_names[0]).prompts(), before)
         assert is_miss_allowed or work["fetched"] == len(kept_tokens(live, messages[:-1]))
         messages = [*messages, assistant(reply)]
@@ -444,7 +446,8 @@ def test_a_prefill_engine_killed_while_it_reads_leaves_nothing_pinned(history: H
         killed_at_s = time.monotonic()
         assert reply is not None
         assert not fleet.check(prefill), f"{MAX_ATTEMPTS} reads were over before they could be stopped"
-        assert reply.gist == plain.say(messages[:-1]).gist, "the decode engine computes it, and has most of it"
+        # The decode engine computes it, and has most of it.
+        assert_same(reply, plain.say(messages[:-1]))
         time.sleep(max(0.0, killed_at_s + TTL_S + 2 - time.monotonic()))
         assert_nothing_pinned(live)
         fleet.restart(prefill, timeout_s=300)

@@ -1,4 +1,4 @@
-"""Several prefill engines with one decode engine, and one with several; a tiny model with dummy weights."""
+"""Several prefill engines with one decode engine, and one with several; a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports
 from kvshuttle.launcher.plan import FleetPlan, plan_router
 from support.live import BLOCK_SIZE_TOKENS, Live, difference, live_cluster, post
-from support.tiny_model import KV_BYTES_PER_TOKEN, make_tiny_model
+from support.tiny_model import KV_BYTES_PER_TOKEN, make_talking_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +44,8 @@ TOPOLOGIES = {
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[Crowd]:
     """Two prefill and two decode engines, and a plain one. Each topology gets a router that knows some of them."""
-    model = make_tiny_model(tmp_path_factory.mktemp("tiny-qwen3"), max_model_len=MAX_MODEL_LEN)
-    args = ("--load-format", "dummy", "--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "16")
+    model = make_talking_model(tmp_path_factory.mktemp("talking-qwen3"), max_model_len=MAX_MODEL_LEN)
+    args = ("--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "16")
     config = LauncherConfig(
         port=0,
         dtype="float32",

@@ -20,6 +20,7 @@ from kvshuttle.launcher.machine import free_ports, this_machine
 from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Role, plan_engines, plan_router, served_name
 from support.live import MODEL_NAME, Live, difference, fresh_rng, live_engines, plan_plain, post
 from support.lora import make_adapter
+from support.scores import ASK_SCORES_CHAT, Step, steps_of
 from support.side import ask_side
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Reply:
     num_completion_tokens: int
     num_cached_tokens: int | None
     conversation: str
+    steps: tuple[Step, ...]
 
     @property
     def gist(self) -> tuple[str, str, int, int]:
@@ -178,11 +180,14 @@ class Client:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
+            **ASK_SCORES_CHAT,
             **fields,
         )
         parts, finish_reason, usage = [], "", None
+        steps: list[Step] = []
         for chunk in raw.parse():
             usage = chunk.usage or usage
+            steps += steps_of([chunk.model_dump()])
             for choice in chunk.choices:
                 parts.append(choice.delta.content or "")
                 finish_reason = choice.finish_reason or finish_reason
@@ -195,6 +200,7 @@ class Client:
             usage.completion_tokens,
             details.cached_tokens if details else None,
             raw.headers.get("x-kvshuttle-conversation", ""),
+            tuple(steps),
         )
 
 

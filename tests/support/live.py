@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
 from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Role, plan_engines, plan_fleet, served_name
+from support.scores import Step, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +81,11 @@ class Answer:
         usages = [event["usage"] for event in events if event.get("usage")]
         details = (usages[-1].get("prompt_tokens_details") if usages else None) or {}
         return details.get("cached_tokens")
+
+    @property
+    def steps(self) -> list[Step]:
+        """The tokens of choice 0, when the request asked for log probabilities."""
+        return list(steps_of(self.body if isinstance(self.body, list) else [self.body]))
 
     @property
     def gist(self) -> tuple[str, str | None, dict[str, int] | None]:

@@ -39,14 +39,8 @@ KV_BYTES_PER_TOKEN = 4 * 2 * 4 * 64 * 4
 """Layers, K and V, KV heads over all ranks, head size, bytes of a float32."""
 
 
-def make_tiny_model(directory: Path, *, max_model_len: int) -> Path:
-    """Write its configuration, with the bundled tokenizer. ``--load-format dummy`` draws its weights."""
-    _write(directory, TINY_QWEN3 | {"tie_word_embeddings": True, "max_position_embeddings": max_model_len})
-    return directory
-
-
 def make_talking_model(directory: Path, *, max_model_len: int) -> Path:
-    """The same with weights of its own: what it says hangs on all that it has read, as with dummy weights not.
+    """Write it, with the bundled tokenizer. What it says hangs on all that it has read, as with dummy weights not.
 
     It says whole words only, each with the blank before it, so that an answer sent back as text is the same tokens.
     """
