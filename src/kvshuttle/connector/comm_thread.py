@@ -41,6 +41,8 @@ _BUSY_SLEEP_S = 0.0002
 """The same while a peer reads from us."""
 _IDLE_POLL_S = 0.2
 """Idle: a hint wakes us before a peer reads, so this only serves what UCX does on its own (keep-alives)."""
+_EXPECTING_POLL_S = 0.005
+"""While a push is expected: hints come with its writes, this is for one that was lost."""
 _DRAIN_POLL_S = 0.02
 """While a read that timed out has not ended: it moves only inside our calls, and keeps blocks out of use."""
 _FAILURE_PAUSE_S = 0.01
@@ -258,9 +260,8 @@ class CommThread:
         assert self._writes is not None
         is_reading = self._reads.is_any_live or self._writes.is_any_live
         is_busy = now_s() < self._busy_until_s
-        pause_s = _DRAIN_POLL_S if self._reads.is_any_undrained else _IDLE_POLL_S
         # One at a time: whatever fails in one must not keep the others from being done.
-        self._guard(self._endpoint.poll, 0.0 if is_reading or is_busy else pause_s)
+        self._guard(self._endpoint.poll, 0.0 if is_reading or is_busy else self._quiet_pause_s())
         while not self._commands.empty():
             self._guard(self._commands.get_nowait())
         self._guard(self._take_notifications)
@@ -268,6 +269,13 @@ class CommThread:
         self._guard(self._writes.turn)
         if is_reading or is_busy:
             time.sleep(_ACTIVE_SLEEP_S if is_reading else _BUSY_SLEEP_S)
+
+    def _quiet_pause_s(self) -> float:
+        assert self._arrivals is not None
+        assert self._reads is not None
+        if not self._arrivals.is_drained:
+            return _EXPECTING_POLL_S
+        return _DRAIN_POLL_S if self._reads.is_any_undrained else _IDLE_POLL_S
 
     def _take_notifications(self) -> None:
         assert self._transport is not None

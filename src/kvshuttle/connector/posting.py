@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUSY_HINT_S = 1.0
-"""How long a peer keeps polling quickly after a hint. A hint is sent with each transfer, and again while it lasts."""
+BUSY_HINT_S = 0.05
+"""How long a peer keeps polling quickly after a hint. A hint is sent with each transfer, and again while it lasts.
+
+Little more than a transfer takes: quick polling is a quarter of a core, and each turn takes the GIL from the engine.
+"""
 
 
 @dataclass(slots=True, eq=False)

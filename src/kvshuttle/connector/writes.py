@@ -98,8 +98,8 @@ class Writes:
 
     @property
     def is_any_live(self) -> bool:
-        """Something is being written, or about to be."""
-        return bool(self._writes or self._computed)
+        """Something is being written, or about to be. What has failed needs no quick polling to be followed."""
+        return bool(self._computed) or any(not write.is_failed for write in self._writes)
 
     # -- the worker's main thread -----------------------------------------------------------------
 
@@ -182,6 +182,7 @@ class Writes:
         if status is TransferStatus.FAILED and not write.is_failed:
             write.is_failed = True
             self._report(FailedWrite("transport_failed"))
+            self._disconnect(write.post.worker)
             with self._lock:
                 actions = self._writer.on_write_failed(write.post)
             self._tell(actions)
@@ -201,8 +202,6 @@ class Writes:
                     is_streamed=write.post.source_id not in self._final_sources,
                 )
             )
-        else:
-            self._disconnect(write.post.worker)
         with self._lock:
             actions = self._writer.on_write_ended(write.post, is_ok=is_ok)
         self._tell(actions)
@@ -238,7 +237,7 @@ class Writes:
 
     def _disconnect(self, worker: WorkerCard) -> None:
         """The connection looks broken: the next write makes it anew, once no other one is using it."""
-        if any(write.post.worker.address == worker.address for write in self._writes):
+        if any(write.post.worker.address == worker.address and not write.is_failed for write in self._writes):
             return
         name = self._names.pop(worker.address, None)
         if name is not None:

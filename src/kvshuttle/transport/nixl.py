@@ -11,6 +11,10 @@ end a transfer. One that NIXL calls pending is followed until NIXL says that it 
 only then is its handle released and its peer really removed. The last resort is ``close``: it destroys the
 connections, after which nothing lands.
 
+A write that has failed is the one case where NIXL's word is not enough: it speaks for the side that posted. What the
+connection had delivered by then may wait in the other side's sockets or shared memory until that side's next call of
+UCX, which copies it into place. So its memory counts as touched for ``FAILED_WRITE_LANDS_WITHIN_S`` more.
+
 Known weakness of UCX 1.5.1's READ where the holder's CPU answers it (TCP; shared memory without CMA): when the reader
 dies or closes in the middle of one while the holder is not polling, UCX may abort the holder's process (docs/decisions,
 0005). Reads over RDMA and CMA do not involve the holder, and WRITE fails cleanly at the side that posted it.
@@ -43,6 +47,9 @@ _STATUS = {"DONE": TransferStatus.DONE, "PROC": TransferStatus.PENDING}
 _LOST = "nixlNotFoundError"
 """What NIXL raises for a transfer whose peer was removed or loaded anew: it may well be alive."""
 
+FAILED_WRITE_LANDS_WITHIN_S = 5.0
+"""After a write has failed here. The other side polls at least five times a second (``comm_thread``)."""
+
 _ENVIRONMENT = {
     # A peer whose host or network vanishes is found by TCP alone, and with the kernel's defaults that takes more than
     # 150 s (measured by cutting the link). With this it took 9 to 10 s: during a read, before it, and while connecting.
@@ -63,12 +70,17 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
 
 
 class NixlTransfer(PostedTransfer):
-    """A posted NIXL transfer. ``handle``: NIXL's own. ``is_lost``: NIXL cannot say any more how it stands."""
+    """A posted NIXL transfer.
 
-    __slots__ = ("handle", "is_lost")
+    ``handle``: NIXL's own. ``is_lost``: NIXL cannot say any more how it stands. ``lands_until_s``: until when its bytes
+    may still land although it has ended.
+    """
+
+    __slots__ = ("handle", "is_lost", "lands_until_s")
 
     handle: Any
     is_lost: bool
+    lands_until_s: float
 
 
 @dataclass(slots=True)
@@ -195,6 +207,7 @@ class NixlTransport:
         )
         transfer.handle = handle
         transfer.is_lost = False
+        transfer.lands_until_s = 0.0
         self._unreleased[id(transfer)] = transfer
         self._advance(transfer, lambda: agent.transfer(handle, notification))
         transfer.post_s = self._now_s() - started_at_s
@@ -219,7 +232,7 @@ class NixlTransport:
         agent = self._open_agent()
         if not transfer.is_ended:
             self._advance(transfer, lambda: agent.check_xfer_state(transfer.handle))
-        if not transfer.is_ended:
+        if not transfer.is_ended or self._now_s() < transfer.lands_until_s:
             return False
         try:
             transfer.handle.release()
@@ -275,13 +288,22 @@ class NixlTransport:
             answer = ask()
         except Exception as error:  # noqa: BLE001 - NIXL reports a failed transfer by raising
             transfer.is_lost = type(error).__name__ == _LOST
-            transfer.is_ended = not transfer.is_lost
-            transfer.finish(TransferStatus.FAILED, self._now_s(), _text(error))
+            if transfer.is_lost:
+                transfer.finish(TransferStatus.FAILED, self._now_s(), _text(error))
+            else:
+                self._end(transfer, TransferStatus.FAILED, _text(error))
             return
         status = _STATUS.get(answer, TransferStatus.FAILED)
         if status is not TransferStatus.PENDING:
-            transfer.is_ended = True
-            transfer.finish(status, self._now_s(), f"NIXL says {answer}" if status is TransferStatus.FAILED else "")
+            self._end(transfer, status, f"NIXL says {answer}" if status is TransferStatus.FAILED else "")
+
+    def _end(self, transfer: NixlTransfer, status: TransferStatus, error: str) -> None:
+        """NIXL is done with it."""
+        at_s = self._now_s()
+        transfer.is_ended = True
+        transfer.finish(status, at_s, error)
+        if status is TransferStatus.FAILED and transfer.operation is Operation.WRITE:
+            transfer.lands_until_s = at_s + FAILED_WRITE_LANDS_WITHIN_S
 
     def _drop_if_unused(self, peer: PeerName) -> None:
         known = self._peers.get(peer)

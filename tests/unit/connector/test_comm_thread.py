@@ -8,7 +8,7 @@ from kvshuttle.clock import now_s
 from kvshuttle.connector import comm_thread
 from kvshuttle.connector.comm_thread import CommThread, CommThreadOptions
 from kvshuttle.connector.kv_layout import KvMemory
-from kvshuttle.connector.step_metadata import ReadOrder
+from kvshuttle.connector.step_metadata import PushExpectation, ReadOrder
 from kvshuttle.errors import ConfigError, TransportError
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
 from kvshuttle.handoff.cards import Region, WorkerCard
@@ -154,6 +154,18 @@ def test_a_hint_makes_it_poll_fast_for_a_bounded_time(case):
     case.thread._on_message(Busy("peer", 1e9))
     assert case.thread._busy_until_s <= now_s() + comm_thread._MAX_BUSY_S
     assert case.thread._on_message(Busy("peer", 0.5)) is None
+
+
+def test_while_a_push_is_expected_it_looks_without_being_told_and_without_haste(case):
+    case.start()
+    [endpoint] = case.endpoints
+    pauses, poll = [], endpoint.poll
+    endpoint.poll = lambda pause_s: (pauses.append(pause_s), poll(pause_s))
+    case.thread.expect(PushExpectation("r", "reg", (1, 2)))
+    case.wait(lambda: comm_thread._EXPECTING_POLL_S in pauses)
+    assert 0.0 not in pauses
+    case.thread.abandon("r")
+    case.wait(lambda: pauses[-1] == comm_thread._IDLE_POLL_S)
 
 
 def test_an_idle_thread_sleeps(case):

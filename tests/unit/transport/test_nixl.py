@@ -90,12 +90,14 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     return NixlTransport(name="reader", now_s=lambda: float(next(ticks)))
 
 
-def posted(transport: NixlTransport, *answers: str | Exception) -> tuple[NixlTransfer, ScriptedAgent]:
-    """A read, and the agent that will give these answers about it."""
+def posted(
+    transport: NixlTransport, *answers: str | Exception, operation: Operation = Operation.READ
+) -> tuple[NixlTransfer, ScriptedAgent]:
+    """A transfer, and the agent that will give these answers about it."""
     agent = transport._agent
     agent.answers = list(answers)
     peer = transport.add_peer(b"metadata")
-    transfer = transport.post(Operation.READ, peer, ROWS, ROWS, device="DRAM", device_id=0, remote_device_id=0)
+    transfer = transport.post(operation, peer, ROWS, ROWS, device="DRAM", device_id=0, remote_device_id=0)
     return transfer, agent
 
 
@@ -121,6 +123,23 @@ def test_everything_but_done_and_proc_is_a_failure_that_has_ended(
     assert transfer.error
     assert transport.release(transfer)
     assert agent.handle.num_released == 1
+
+
+@pytest.mark.parametrize("answer", ["ERR", nixlRemoteDisconnectError("peer")])
+def test_what_a_failed_write_had_sent_has_time_to_land(transport: NixlTransport, answer: str | Exception) -> None:
+    transfer, agent = posted(transport, "PROC", answer, operation=Operation.WRITE)
+    assert transport.poll(transfer) is TransferStatus.FAILED
+    failed_at_s = transport._now_s()
+    while not transport.release(transfer):
+        assert agent.handle.num_released == 0
+    assert transport._now_s() - failed_at_s >= module.FAILED_WRITE_LANDS_WITHIN_S
+    assert agent.handle.num_released == 1
+
+
+def test_a_write_that_was_done_needs_no_time_to_land(transport: NixlTransport) -> None:
+    transfer, _ = posted(transport, "PROC", "DONE", operation=Operation.WRITE)
+    transport.remove_peer(transfer.peer)
+    assert transport.release(transfer)
 
 
 def test_a_pending_transfer_is_never_cancelled(transport: NixlTransport) -> None:
