@@ -26,6 +26,11 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Refuse at start what the hand-off does not handle. Raises ``ConfigError`` saying what and why."""
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        # A pass that is still under way may write to blocks that were freed meanwhile. vLLM keeps those out of loads
+        # on consumers only (``defer_block_free``), and each of our engines may load: prefill engines load history.
+        raise ConfigError(f"kv_role: kvshuttle needs kv_both on every engine, this one has {role}")
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError("pipeline_parallel_size: kvshuttle supports 1 only; use tensor parallelism")

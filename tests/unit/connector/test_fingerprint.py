@@ -44,6 +44,7 @@ class Engine:
                 **{"pipeline_parallel_size": 1, "tensor_parallel_size": self.tensor_parallel_size, **parallel}
             ),
             speculative_config=None,
+            kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         )
 
     def cache(self):
@@ -139,6 +140,14 @@ SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=to
 def test_what_is_not_supported_is_refused_by_name(parallel, cache, message):
     with pytest.raises(ConfigError, match=message):
         fp.check_supported(ENGINE.config(**parallel), cache)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_an_engine_that_vllm_protects_half_is_refused(role):
+    config = ENGINE.config()
+    config.kv_transfer_config.kv_role = role
+    with pytest.raises(ConfigError, match=f"kv_role: .*{role}"):
+        fp.check_supported(config, groups(SPEC))
 
 
 def test_speculative_decoding_is_refused():
