@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHECK_EVERY_STEPS = 64
-"""A request's whole context is checked before its first token, and again after so many further ones."""
+CHECKED_TOKENS_EACH_STEP = 256
+"""A request's whole context is checked before its first token, and again so often that it comes to so many tokens a
+step: a short one at every step, and one of 16k tokens after 64 more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +138,7 @@ class Emulation:
         if known.steps_to_check > 0 or known.wrong_at >= 0:
             known.steps_to_check -= 1
             return
-        known.steps_to_check = CHECK_EVERY_STEPS
+        known.steps_to_check = row.end // CHECKED_TOKENS_EACH_STEP
         mismatch = self.stamps.check(prefix_sums(row.token_ids), row.block_ids)
         if mismatch is None:
             return

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from kvshuttle.emulate import steps
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, WRONG_KV
 from kvshuttle.emulate.pattern import Stamps, prefix_sums
 from kvshuttle.emulate.profile import load_profile
-from kvshuttle.emulate.steps import CHECK_EVERY_STEPS, BatchRow, Emulation
+from kvshuttle.emulate.steps import BatchRow, Emulation
 from kvshuttle.emulate.trace import first_passes, prompt_ends, read_trace
 
 if TYPE_CHECKING:
@@ -162,13 +163,26 @@ def test_answers_depend_on_the_tokens_and_not_on_chunks_or_blocks() -> None:
     assert Engine().run(row(OTHER, [1, 2, 3])) != [token]
 
 
-def test_what_goes_wrong_while_decoding_is_caught_within_the_period() -> None:
+def test_what_goes_wrong_while_decoding_is_caught_at_the_next_step() -> None:
+    engine = Engine()
+    blocks = list(range(NUM_BLOCKS))
+    tokens = list(PROMPT)
+    tokens += engine.run(row(tokens, blocks))
+    tokens += engine.run(row(tokens, blocks, start=len(tokens) - 1))
+    assert WRONG_KV not in tokens
+    engine.pages[2][0, 1, 4, 0] = 0
+    assert engine.run(row(tokens, blocks, start=len(tokens) - 1)) == [WRONG_KV]
+
+
+def test_a_long_context_is_checked_in_the_time_that_its_length_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_steps = 6
+    monkeypatch.setattr(steps, "CHECKED_TOKENS_EACH_STEP", len(PROMPT) // num_steps)
     engine = Engine()
     blocks = list(range(NUM_BLOCKS))
     tokens = list(PROMPT)
     tokens += engine.run(row(tokens, blocks))
     engine.pages[2][0, 1, 4, 0] = 0
-    for _ in range(CHECK_EVERY_STEPS + 1):
+    for _ in range(num_steps + 1):
         tokens += engine.run(row(tokens, blocks, start=len(tokens) - 1))
     assert tokens[-1] == WRONG_KV
     assert tokens[len(PROMPT) + 1] != WRONG_KV
