@@ -185,22 +185,27 @@ class _Bench:
         )
 
     def _time_decoding(self) -> None:
-        """D computes each prompt first; as far as it has a prefix cache, streams then begin with decoding."""
-        plan, pair, times = self.plan, self.subject.pair, self.subject.decode_times
+        """Each batch size at each context, in rounds: a machine that is slower for a while is so for all of them."""
+        plan = self.plan
         # One token beyond whole blocks: the last token of a prompt is always computed again.
-        longest = [self._prompt(plan.context_tokens[-1] + 1) for _ in range(plan.batch_sizes[-1])]
-        for context in plan.context_tokens:
-            prompts = [prompt[: context + 1] for prompt in longest]
-            for prompt in prompts:
-                complete(pair.decode_url, prompt, max_tokens=1, model=pair.model)
-            for num_seqs in plan.batch_sizes:
-                times.begin()
-                with ThreadPoolExecutor(num_seqs) as executor:
-                    list(executor.map(self._decode, prompts[:num_seqs]))
-                steps_ms = times.decode_ms(num_seqs)
-                self.found.decode_ms[num_seqs, context + plan.steps // 2] = steps_ms
-                if steps_ms:
-                    self.say(f"{num_seqs} at {context} tokens: a decode step takes {median(steps_ms):.1f} ms")
+        prompts = [self._prompt(plan.context_tokens[-1] + 1) for _ in range(plan.batch_sizes[-1])]
+        for _ in range(plan.repeats):
+            for context in plan.context_tokens:
+                self._time_context([prompt[: context + 1] for prompt in prompts], context + plan.steps // 2)
+        for (num_seqs, context), steps_ms in self.found.decode_ms.items():
+            if steps_ms:
+                self.say(f"{num_seqs} at {context} tokens: a decode step takes {median(steps_ms):.1f} ms")
+
+    def _time_context(self, prompts: list[list[int]], context: int) -> None:
+        """D computes each prompt first; as far as it has a prefix cache, streams then begin with decoding."""
+        pair, times = self.subject.pair, self.subject.decode_times
+        for prompt in prompts:
+            complete(pair.decode_url, prompt, max_tokens=1, model=pair.model)
+        for num_seqs in self.plan.batch_sizes:
+            times.begin()
+            with ThreadPoolExecutor(num_seqs) as executor:
+                list(executor.map(self._decode, prompts[:num_seqs]))
+            self.found.decode_ms.setdefault((num_seqs, context), []).extend(times.decode_ms(num_seqs))
 
     def _decode(self, prompt: list[int]) -> None:
         pair = self.subject.pair

@@ -40,9 +40,9 @@ class CalibratePlan:
     batches: tuple[str, ...] = ("1", "2", "4", "8")
     """Requests that decode at a time."""
     repeats: int = 4
-    """Prompts of each length: half of them are handed off by pull then, half by push."""
+    """Prompts of each length: half of them are handed off by pull then, half by push. And rounds of decoding."""
     steps: int = 16
-    """Tokens that each request decodes."""
+    """Tokens that each request decodes in a round."""
     chunk_tokens: int = 2048
     """vLLM's ``--max-num-batched-tokens`` of a pair that is started; that of a running pair, whose prompts must not be
     longer."""

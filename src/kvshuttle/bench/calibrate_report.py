@@ -29,7 +29,8 @@ def provenance_of(plan: CalibratePlan, facts: Mapping[str, Any], times_of: str) 
         f" {facts['cores']} cores for both engines, Linux {facts['kernel']}; kvshuttle {facts['kvshuttle']} at"
         f" {facts['commit'] or 'no commit'}, {packages}.\n"
         f"Times are of {times_of}{overhead}; medians of {plan.repeats} prompts of each length,"
-        f" and of {plan.steps} steps. Prefill: least squares of relative errors, none below zero."
+        f" and of {plan.steps} steps in each of {plan.repeats} rounds."
+        " Prefill: least squares of relative errors, none below zero."
     )
 
 
