@@ -50,6 +50,9 @@ def test_equal_answers_are_equal(answer: Said) -> None:
         Said((FIRST, CLOSE, LAST, LAST)),
         Said((Step(" b", {" b": -1.0, " a": -3.0}), CLOSE, LAST)),
         Said((FIRST, Step(" z", {" z": -2.0}), LAST)),
+        # Not as good as equal for the one that said it.
+        Said((FIRST, Step(" d", {" d": -0.1, " c": -4.0}), LAST)),
+        Said((FIRST, Step(" d", {" d": -2.0, " c": -4.0}), LAST)),
         # The same tokens, found for other reasons: wrong KV.
         Said((moved(FIRST, 2 * NOISE), CLOSE, LAST)),
         Said((FIRST, CLOSE, moved(LAST, -2 * NOISE))),

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.clock import now_s
 from kvshuttle.connector.arrivals import Arrivals, PushNews
-from kvshuttle.connector.posting import BUSY_HINT_S
+from kvshuttle.connector.posting import HINT_S
 from kvshuttle.connector.reads import ReadOutcome, Reads
 from kvshuttle.connector.writes import EndedWrite, FailedWrite, Writes
 from kvshuttle.errors import LocalProtocolError
 from kvshuttle.handoff.cards import WorkerCard
 from kvshuttle.handoff.messages import Busy, Message
 from kvshuttle.handoff.orders import Orders
-from kvshuttle.transport import Transport
+from kvshuttle.transport import Operation, Transport
 
 if TYPE_CHECKING:
     from kvshuttle.connector.kv_layout import KvMemory
@@ -44,7 +44,8 @@ _IDLE_POLL_S = 0.2
 _EXPECTING_POLL_S = 0.005
 """While a push is expected: hints come with its writes, this is for one that was lost."""
 _DRAIN_POLL_S = 0.02
-"""While a read that timed out has not ended: it moves only inside our calls, and keeps blocks out of use."""
+"""While a read that timed out or a write that failed has not ended: it moves only inside our calls, and keeps blocks
+out of use."""
 _FAILURE_PAUSE_S = 0.01
 """After an unexpected failure, so that one that repeats does not spin."""
 _MAX_BUSY_S = 60.0
@@ -208,20 +209,20 @@ class CommThread:
         transport.register(self._memory.storage_spans, device=self._memory.device, device_id=self._memory.device_id)
         endpoint = self._endpoint = self._endpoint_factory(self._on_message)
         _, _, port = endpoint.bind(self._options.host, 0).rpartition(":")
-        busy = Busy(sender=transport.name, duration_s=BUSY_HINT_S)
+        hints = {operation: Busy(sender=transport.name, duration_s=hint_s) for operation, hint_s in HINT_S.items()}
         self._reads = Reads(
             self._memory,
             transport,
             host_id=self._options.host_id,
             transit_allowance_s=self._options.transit_allowance_s,
             report=self._outcomes.put,
-            hint=lambda address: endpoint.send(address, busy),
+            hint=lambda address: endpoint.send(address, hints[Operation.READ]),
         )
         self._writes = Writes(
             self._memory,
             transport,
             report=self._outcomes.put,
-            hint=lambda address: endpoint.send(address, busy),
+            hint=lambda address: endpoint.send(address, hints[Operation.WRITE]),
         )
         self._arrivals = Arrivals(
             block_len_bytes=sum(region.block_len_bytes for region in self._memory.regions), report=self._outcomes.put
@@ -273,9 +274,11 @@ class CommThread:
     def _quiet_pause_s(self) -> float:
         assert self._arrivals is not None
         assert self._reads is not None
+        assert self._writes is not None
         if not self._arrivals.is_drained:
             return _EXPECTING_POLL_S
-        return _DRAIN_POLL_S if self._reads.is_any_undrained else _IDLE_POLL_S
+        is_draining = self._reads.is_any_undrained or self._writes.is_any_undrained
+        return _DRAIN_POLL_S if is_draining else _IDLE_POLL_S
 
     def _take_notifications(self) -> None:
         assert self._transport is not None

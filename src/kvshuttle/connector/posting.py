@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUSY_HINT_S = 0.05
+HINT_S = {Operation.READ: 1.0, Operation.WRITE: 0.05}
 """How long a peer keeps polling quickly after a hint. A hint is sent with each transfer, and again while it lasts.
 
-Little more than a transfer takes: quick polling is a quarter of a core, and each turn takes the GIL from the engine.
+Quick polling is a quarter of a core, and each turn takes the GIL from the engine, so for a write it is little more than
+one takes. A peer that is read from goes on for longer: UCX may abort it when its reader dies while it does not poll
+(docs/decisions, 0005).
 """
 
 
@@ -36,12 +38,13 @@ class Posted:
     post_s: float
     num_bytes: int
     num_descriptors: int
+    hint_s: float
     next_hint_at_s: float
 
     def hint_again(self, hint: Callable[[str], None]) -> None:
         """Tell the peer that it still goes on, if it is time to."""
         if now_s() >= self.next_hint_at_s:
-            self.next_hint_at_s = now_s() + BUSY_HINT_S / 2
+            self.next_hint_at_s = now_s() + self.hint_s / 2
             hint(self.address)
 
 
@@ -87,7 +90,8 @@ class Poster:
             post_s=now_s() - started_at_s,
             num_bytes=int(local[:, 1].sum()),
             num_descriptors=len(local),
-            next_hint_at_s=started_at_s + BUSY_HINT_S / 2,
+            hint_s=HINT_S[operation],
+            next_hint_at_s=started_at_s + HINT_S[operation] / 2,
         )
 
 

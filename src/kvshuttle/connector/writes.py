@@ -98,8 +98,13 @@ class Writes:
 
     @property
     def is_any_live(self) -> bool:
-        """Something is being written, or about to be. What has failed needs no quick polling to be followed."""
+        """Something is being written, or about to be."""
         return bool(self._computed) or any(not write.is_failed for write in self._writes)
+
+    @property
+    def is_any_undrained(self) -> bool:
+        """A write that has failed has not ended."""
+        return any(write.is_failed for write in self._writes)
 
     # -- the worker's main thread -----------------------------------------------------------------
 

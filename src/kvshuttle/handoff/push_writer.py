@@ -1,7 +1,8 @@
 """All pushes of one of the holder's workers: sources and outboxes joined in either order, and whose turn it is.
 
 Fair and bounded: outboxes take turns, each with a few blocks, and only so many writes to one peer are under way at a
-time, so that a slow reader delays nobody else. The driver asks for the next write when it has room for one.
+time, so that a slow reader delays nobody else; those that have failed do not count. The driver asks for the next write
+when it has room for one.
 
 A source is known from its first progress until the scheduler half says that it is over; an outbox from its ``Open``
 until it is closed and drained. Progress of an epoch that has passed is ignored: a step's results may come later than
@@ -20,6 +21,7 @@ from kvshuttle.handoff.outbox_states import OutboxState
 from kvshuttle.handoff.progress import Progress, Restarted
 
 if TYPE_CHECKING:
+    from kvshuttle.handoff.notifications import Written
     from kvshuttle.handoff.orders import Order
 
 MAX_WRITES_PER_PEER = 4
@@ -40,6 +42,8 @@ class PushWriter:
         self._outboxes: dict[str, Outbox] = {}
         self._turns: dict[str, None] = {}
         self._num_under_way: Counter[str] = Counter()
+        self._failed: set[Written] = set()
+        self._num_failed: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         under_way = self._num_under_way.total()
@@ -80,7 +84,7 @@ class PushWriter:
             box = self._outboxes.get(lease_id)
             if box is None or not box.has_work:
                 del self._turns[lease_id]
-            elif self._num_under_way[box.worker.address] < self._max_writes_per_peer:
+            elif self._num_promising(box.worker.address) < self._max_writes_per_peer:
                 # To the end of the queue.
                 del self._turns[lease_id]
                 self._turns[lease_id] = None
@@ -89,14 +93,17 @@ class PushWriter:
         return None
 
     def on_write_failed(self, write: PostWrite) -> tuple[Notify, ...]:
-        """A write will not succeed, but may still touch memory."""
+        """A write will not succeed, but may still touch memory. ``on_write_ended`` follows."""
+        self._failed.add(write.notification)
+        self._num_failed[write.worker.address] += 1
         return self._outboxes[write.lease_id].on_write_failed(write)
 
     def on_write_ended(self, write: PostWrite, *, is_ok: bool) -> tuple[Notify, ...]:
         """A write touches no memory any more. To be told once for each write that was handed out."""
-        self._num_under_way[write.worker.address] -= 1
-        if not self._num_under_way[write.worker.address]:
-            del self._num_under_way[write.worker.address]
+        _count_off(self._num_under_way, write.worker.address)
+        if write.notification in self._failed:
+            self._failed.remove(write.notification)
+            _count_off(self._num_failed, write.worker.address)
         box = self._outboxes[write.lease_id]
         actions = box.on_write_ended(write, is_ok=is_ok)
         self._look_at(box)
@@ -116,6 +123,9 @@ class PushWriter:
     def is_drained(self) -> bool:
         """No source, no outbox, nothing under way."""
         return not (self._sources or self._outboxes or self._num_under_way)
+
+    def _num_promising(self, address: str) -> int:
+        return self._num_under_way[address] - self._num_failed[address]
 
     def _do(self, order: Order) -> tuple[Notify, ...]:
         if isinstance(order, Open):
@@ -149,3 +159,9 @@ class PushWriter:
             del self._outboxes[box.lease_id]
         elif box.has_work:
             self._turns.setdefault(box.lease_id)
+
+
+def _count_off(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

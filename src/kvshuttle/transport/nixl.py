@@ -47,8 +47,9 @@ _STATUS = {"DONE": TransferStatus.DONE, "PROC": TransferStatus.PENDING}
 _LOST = "nixlNotFoundError"
 """What NIXL raises for a transfer whose peer was removed or loaded anew: it may well be alive."""
 
-FAILED_WRITE_LANDS_WITHIN_S = 5.0
-"""After a write has failed here. The other side polls at least five times a second (``comm_thread``)."""
+FAILED_WRITE_LANDS_WITHIN_S = 1.0
+"""After a write has failed here. The other side polls at least five times a second (``comm_thread``), far more often
+while it expects a push. Less than ``confirm_timeout_s``, so that its load can still fall back to a read."""
 
 _ENVIRONMENT = {
     # A peer whose host or network vanishes is found by TCP alone, and with the kernel's defaults that takes more than

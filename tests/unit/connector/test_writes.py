@@ -83,10 +83,12 @@ def test_a_failed_write_is_told_at_once_and_drained_when_it_has_ended(case):
     assert case.order(Close("lease")).undrained == ("lease",)
     # Meanwhile it is followed without haste, and the next write gets a connection of its own.
     assert not case.writes.is_any_live
+    assert case.writes.is_any_undrained
     assert case.transport.calls.count("remove_peer") == 1
     transfer.is_releasable = True
     case.writes.turn()
     assert case.order().undrained == ()
+    assert not case.writes.is_any_undrained
     assert case.transport.calls.count("remove_peer") == 1
 
 

@@ -163,20 +163,11 @@ def test_answers_depend_on_the_tokens_and_not_on_chunks_or_blocks() -> None:
     assert Engine().run(row(OTHER, [1, 2, 3])) != [token]
 
 
-def test_what_goes_wrong_while_decoding_is_caught_at_the_next_step() -> None:
-    engine = Engine()
-    blocks = list(range(NUM_BLOCKS))
-    tokens = list(PROMPT)
-    tokens += engine.run(row(tokens, blocks))
-    tokens += engine.run(row(tokens, blocks, start=len(tokens) - 1))
-    assert WRONG_KV not in tokens
-    engine.pages[2][0, 1, 4, 0] = 0
-    assert engine.run(row(tokens, blocks, start=len(tokens) - 1)) == [WRONG_KV]
-
-
-def test_a_long_context_is_checked_in_the_time_that_its_length_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_steps = 6
-    monkeypatch.setattr(steps, "CHECKED_TOKENS_EACH_STEP", len(PROMPT) // num_steps)
+@pytest.mark.parametrize("num_steps", [steps.MIN_STEPS_TO_CHECK, 13, steps.MAX_STEPS_TO_CHECK])
+def test_what_goes_wrong_while_decoding_is_caught_within_the_period(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    monkeypatch.setattr(steps, "CHECKED_TOKENS_EACH_STEP", (len(PROMPT) + 1) / num_steps)
     engine = Engine()
     blocks = list(range(NUM_BLOCKS))
     tokens = list(PROMPT)

@@ -76,6 +76,27 @@ def test_a_slow_peer_holds_no_more_than_its_window_and_delays_nobody() -> None:
     assert take(made).lease_id == "slow"
 
 
+def test_writes_that_failed_and_still_touch_memory_keep_nobody_waiting() -> None:
+    made = PushWriter(max_blocks_per_write=1, max_writes_per_peer=2)
+    made.on_source(WHOLE)
+    order(made, open_order("a"), open_order("b"), open_order("c"))
+    failing = [take(made), take(made)]
+    assert [write.lease_id for write in failing] == ["a", "b"]
+    assert made.next_write() is None
+    made.on_write_failed(failing[0])
+    made.on_write_failed(failing[1])
+    others = [take(made), take(made)]
+    assert [write.lease_id for write in others] == ["c", "c"]
+    # Their end gives back nothing that was given back already.
+    for write in failing:
+        assert made.on_write_ended(write, is_ok=False) == ()
+    assert made.num_under_way == len(others)
+    assert made.next_write() is None
+    end(made, *others)
+    end(made, take(made))
+    assert made.num_under_way == 0
+
+
 def test_progress_of_an_epoch_that_has_passed_is_ignored() -> None:
     made = PushWriter()
     order(made, open_order())
