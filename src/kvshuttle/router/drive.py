@@ -80,7 +80,10 @@ class Drive:
             while not await self._attempt():
                 pass
         except asyncio.CancelledError:
-            self._receipt.outcome = Outcome.DISCONNECTED
+            responder = self._trip.responder
+            # Who leaves when the answer is over, whole or broken off, changes nothing about how it ended.
+            if responder.is_cut_off or not responder.is_finished:
+                self._receipt.outcome = Outcome.DISCONNECTED
             self._trip.release()
             raise
         finally:
