@@ -42,8 +42,7 @@ class PushWriter:
         self._outboxes: dict[str, Outbox] = {}
         self._turns: dict[str, None] = {}
         self._num_under_way: Counter[str] = Counter()
-        self._failed: set[Written] = set()
-        self._num_failed: Counter[str] = Counter()
+        self._failed: set[tuple[str, Written]] = set()
 
     def __repr__(self) -> str:
         under_way = self._num_under_way.total()
@@ -94,16 +93,15 @@ class PushWriter:
 
     def on_write_failed(self, write: PostWrite) -> tuple[Notify, ...]:
         """A write will not succeed, but may still touch memory. ``on_write_ended`` follows."""
-        self._failed.add(write.notification)
-        self._num_failed[write.worker.address] += 1
+        self._failed.add((write.worker.address, write.notification))
         return self._outboxes[write.lease_id].on_write_failed(write)
 
     def on_write_ended(self, write: PostWrite, *, is_ok: bool) -> tuple[Notify, ...]:
         """A write touches no memory any more. To be told once for each write that was handed out."""
-        _count_off(self._num_under_way, write.worker.address)
-        if write.notification in self._failed:
-            self._failed.remove(write.notification)
-            _count_off(self._num_failed, write.worker.address)
+        self._num_under_way[write.worker.address] -= 1
+        if not self._num_under_way[write.worker.address]:
+            del self._num_under_way[write.worker.address]
+        self._failed.discard((write.worker.address, write.notification))
         box = self._outboxes[write.lease_id]
         actions = box.on_write_ended(write, is_ok=is_ok)
         self._look_at(box)
@@ -125,7 +123,7 @@ class PushWriter:
         return not (self._sources or self._outboxes or self._num_under_way)
 
     def _num_promising(self, address: str) -> int:
-        return self._num_under_way[address] - self._num_failed[address]
+        return self._num_under_way[address] - sum(1 for failed, _ in self._failed if failed == address)
 
     def _do(self, order: Order) -> tuple[Notify, ...]:
         if isinstance(order, Open):
@@ -159,9 +157,3 @@ class PushWriter:
             del self._outboxes[box.lease_id]
         elif box.has_work:
             self._turns.setdefault(box.lease_id)
-
-
-def _count_off(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]
