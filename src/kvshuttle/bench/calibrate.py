@@ -8,15 +8,14 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.calibrate_plan import engine_address
 from kvshuttle.bench.calibrate_report import calibration_markdown, provenance_of
-from kvshuttle.bench.calibration import Calibration, figures
+from kvshuttle.bench.calibration import Calibration, figures, slowdown_of_decoding, slowdown_of_prefill
 from kvshuttle.bench.handoff_times import HandOffTimer
 from kvshuttle.bench.inspection import card_of, model_of
-from kvshuttle.bench.legs import Pair, complete
+from kvshuttle.bench.legs import Pair, complete, stream
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan import SystemName
 from kvshuttle.bench.real_engines import RealModel, is_traceable, plan_real_engines
@@ -151,50 +150,41 @@ class _Bench:
         for _ in range(_WARM_UP_ROUNDS):
             for is_push in (False, True):
                 timer.hand_off(self._prompt(_WARM_UP_TOKENS), is_push=is_push)
-        for num_tokens in self.plan.lengths:
-            self._time_length(num_tokens, timer)
-        self._time_decoding()
+        # One token beyond whole blocks: the last token of a prompt is always computed again.
+        prompts = [self._prompt(self.plan.context_tokens[-1] + 1) for _ in range(self.plan.batch_sizes[-1])]
+        for index in range(self.plan.repeats):
+            self._time_round(index, prompts, timer)
         return self.found
 
-    def _time_length(self, num_tokens: int, timer: HandOffTimer) -> None:
-        """P computes each prompt alone. Then it has it in its cache, and hands it off without computing it again."""
-        pair, times = self.subject.pair, self.subject.prefill_times
-        prompts = [self._prompt(num_tokens) for _ in range(self.plan.repeats)]
-        took_ms = []
-        for prompt in prompts:
-            times.begin()
-            complete(pair.prefill_url, prompt, max_tokens=1, model=pair.model)
-            chunks = times.chunks(num_tokens)
-            if sum(chunk.num_tokens for chunk in chunks) != num_tokens:
-                raise TransportError(
-                    f"{pair.prefill_url}: computed other prompts meanwhile; it must have nothing to do"
-                )
-            self.found.chunks += chunks
-            took_ms.append(sum(chunk.took_ms for chunk in chunks))
-        for index, prompt in enumerate(prompts):
-            is_push = index % 2 == 1
-            by_length = self.found.pushes if is_push else self.found.pulls
-            by_length.setdefault(num_tokens, []).append(timer.hand_off(prompt, is_push=is_push))
-        pulls, pushes = (
-            median([each.total_ms for each in by_length[num_tokens]])
-            for by_length in (self.found.pulls, self.found.pushes)
-        )
-        self.say(
-            f"{num_tokens} tokens: computed in {median(took_ms):.1f} ms, read in {pulls:.1f} ms,"
-            f" written in {pushes:.1f} ms"
-        )
-
-    def _time_decoding(self) -> None:
-        """Each batch size at each context, in rounds: a machine that is slower for a while is so for all of them."""
+    def _time_round(self, index: int, prompts: list[list[int]], timer: HandOffTimer) -> None:
+        """Everything once: a machine that is slower for a while is so for all of it."""
         plan = self.plan
-        # One token beyond whole blocks: the last token of a prompt is always computed again.
-        prompts = [self._prompt(plan.context_tokens[-1] + 1) for _ in range(plan.batch_sizes[-1])]
-        for _ in range(plan.repeats):
-            for context in plan.context_tokens:
-                self._time_context([prompt[: context + 1] for prompt in prompts], context + plan.steps // 2)
-        for (num_seqs, context), steps_ms in self.found.decode_ms.items():
-            if steps_ms:
-                self.say(f"{num_seqs} at {context} tokens: a decode step takes {median(steps_ms):.1f} ms")
+        for num_tokens in plan.lengths:
+            took_ms = self._time_length(num_tokens, timer, is_push=index % 2 == 1)
+        for context in plan.context_tokens:
+            self._time_context([prompt[: context + 1] for prompt in prompts], context + plan.steps // 2)
+        # An accelerator each: only what times itself on the CPU shares it.
+        if self.subject.decode_times.knows_passes:
+            self._time_beside(prompts[0], took_ms)
+        self.say(f"[{index + 1}/{plan.repeats}] {plan.lengths[-1]} tokens computed in {took_ms:.1f} ms")
+
+    def _time_length(self, num_tokens: int, timer: HandOffTimer, *, is_push: bool) -> float:
+        """P computes a prompt alone. Then it has it in its cache, and hands it off without computing it again.
+
+        Returns how many milliseconds it computed.
+        """
+        pair, times = self.subject.pair, self.subject.prefill_times
+        prompt = self._prompt(num_tokens)
+        times.begin()
+        complete(pair.prefill_url, prompt, max_tokens=1, model=pair.model)
+        chunks = times.chunks(num_tokens)
+        if sum(chunk.num_tokens for chunk in chunks) != num_tokens:
+            raise TransportError(f"{pair.prefill_url}: computed other prompts meanwhile; it must have nothing to do")
+        self.subject.decode_times.begin()
+        by_length = self.found.pushes if is_push else self.found.pulls
+        by_length.setdefault(num_tokens, []).append(timer.hand_off(prompt, is_push=is_push))
+        self.found.chunks += [*chunks, *self.subject.decode_times.resumed()]
+        return sum(chunk.took_ms for chunk in chunks)
 
     def _time_context(self, prompts: list[list[int]], context: int) -> None:
         """D computes each prompt first; as far as it has a prefix cache, streams then begin with decoding."""
@@ -205,11 +195,32 @@ class _Bench:
             times.begin()
             with ThreadPoolExecutor(num_seqs) as executor:
                 list(executor.map(self._decode, prompts[:num_seqs]))
-            self.found.decode_ms.setdefault((num_seqs, context), []).extend(times.decode_ms(num_seqs))
+            self.found.decode_ms.setdefault((num_seqs, context), []).append(times.decode_ms(num_seqs))
+
+    def _time_beside(self, prompt: list[int], alone_ms: float) -> None:
+        """D decodes one stream, before and while P computes a longest prompt, which took it ``alone_ms`` just now."""
+        pair, subject = self.subject.pair, self.subject
+        subject.prefill_times.begin()
+        subject.decode_times.begin()
+        self._decode(prompt)
+        with ThreadPoolExecutor(1) as executor:
+            other = self._prompt(self.plan.lengths[-1])
+            computed = executor.submit(complete, pair.prefill_url, other, max_tokens=1, model=pair.model)
+            while not computed.done():
+                self._decode(prompt)
+            computed.result()
+        prompts, decoding = subject.prefill_times.passes(), subject.decode_times.passes()
+        for slowed, slowdown in (
+            (self.found.prefill_slowed, slowdown_of_prefill(prompts, alone_ms)),
+            (self.found.decode_slowed, slowdown_of_decoding(prompts, decoding)),
+        ):
+            if slowdown is not None:
+                slowed.append(slowdown)
 
     def _decode(self, prompt: list[int]) -> None:
+        """Streamed, as users ask: what that takes the engine takes from its steps."""
         pair = self.subject.pair
-        complete(pair.decode_url, prompt, max_tokens=self.plan.steps, model=pair.model, ignore_eos=True)
+        stream(pair.decode_url, prompt, max_tokens=self.plan.steps, model=pair.model, ignore_eos=True)
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return [self.rng.randrange(FIRST_WORD, VOCAB_SIZE) for _ in range(num_tokens)]

@@ -39,8 +39,8 @@ class CalibratePlan:
     """Tokens before the first one that is decoded, about."""
     batches: tuple[str, ...] = ("1", "2", "4", "8")
     """Requests that decode at a time."""
-    repeats: int = 4
-    """Prompts of each length: half of them are handed off by pull then, half by push. And rounds of decoding."""
+    repeats: int = 8
+    """Rounds, each with a prompt of every length, handed off by pull and by push in turn, and every batch once."""
     steps: int = 16
     """Tokens that each request decodes in a round."""
     chunk_tokens: int = 2048

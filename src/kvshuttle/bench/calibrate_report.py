@@ -28,8 +28,8 @@ def provenance_of(plan: CalibratePlan, facts: Mapping[str, Any], times_of: str) 
         f"Measured by kvshuttle bench calibrate on {facts['date']}: {subject}, on {facts['cpu']},"
         f" {facts['cores']} cores for both engines, Linux {facts['kernel']}; kvshuttle {facts['kvshuttle']} at"
         f" {facts['commit'] or 'no commit'}, {packages}.\n"
-        f"Times are of {times_of}{overhead}; medians of {plan.repeats} prompts of each length,"
-        f" and of {plan.steps} steps in each of {plan.repeats} rounds."
+        f"Times are of {times_of}{overhead}; medians of {plan.repeats} rounds, each with a prompt of every length"
+        f" and {plan.steps} steps of every batch, of which the mean counts."
         " Prefill: least squares of relative errors, none below zero."
     )
 
@@ -51,6 +51,7 @@ def calibration_markdown(calibration: Calibration, profile: Profile, facts: Mapp
             "## Decode steps",
             "Milliseconds, by requests at a time and by their context.",
             _decode_table(profile),
+            *_contention_part(calibration),
             "## Hand-offs",
             "Milliseconds, medians, by the connector's own metrics. A pull is asked for and read, a push is"
             " written; posting is the part of that in which the call for it lasts.",
@@ -85,6 +86,25 @@ def _decode_table(profile: Profile) -> str:
         for batch, row in zip(decode.batches, decode.steps_ms, strict=True)
     ]
     return table(["Requests", *map(str, decode.contexts)], rows)
+
+
+def _contention_part(calibration: Calibration) -> list[str]:
+    contention = calibration.contention()
+    if contention is None:
+        return []
+    rows = [
+        [name, f"{factor:.2f}", f"{min(times):.2f} to {max(times):.2f}"]
+        for name, factor, times in (
+            ("Prompts, while the other engine decodes", contention.prefill, calibration.prefill_slowed),
+            ("Decode steps, while the other engine computes a prompt", contention.decode, calibration.decode_slowed),
+        )
+    ]
+    return [
+        "## Contention",
+        "The engines share cores and memory: how many times longer steps take while both compute; medians of the"
+        " rounds.",
+        table(["Steps", "Times longer", "From round to round"], rows),
+    ]
 
 
 def _handoff_table(calibration: Calibration) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.emulate.fit import (
@@ -13,13 +13,14 @@ from kvshuttle.emulate.fit import (
     largest_error,
     nonnegative_least_squares,
 )
-from kvshuttle.emulate.profile import Profile
+from kvshuttle.emulate.profile import Contention, Profile
 from kvshuttle.handoff.break_even import LinearCost, break_even_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvshuttle.emulate.geometry import Geometry
+    from kvshuttle.emulate.trace import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,28 @@ class HandOffTimes:
 
 @dataclass(slots=True)
 class Calibration:
-    """All that was measured. ``decode_ms``: by (requests, context). ``pulls``, ``pushes``: by tokens of the prompt."""
+    """All that was measured. ``decode_ms``: of each round, by (requests, context). ``pulls``, ``pushes``: by tokens of
+    the prompt. ``prefill_slowed``, ``decode_slowed``: how many times longer steps took while the other engine computed;
+    nothing where engines have an accelerator each."""
 
     chunks: list[TimedChunk] = field(default_factory=list)
-    decode_ms: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    decode_ms: dict[tuple[int, int], list[list[float]]] = field(default_factory=dict)
     pulls: dict[int, list[HandOffTimes]] = field(default_factory=dict)
     pushes: dict[int, list[HandOffTimes]] = field(default_factory=dict)
+    prefill_slowed: list[float] = field(default_factory=list)
+    decode_slowed: list[float] = field(default_factory=list)
 
     def profile(self, name: str, provenance: str, geometry: Geometry) -> Profile:
         """The accelerator that takes as long. Raises ``ConfigError`` when too little was measured."""
-        return Profile(name, provenance, geometry, fit_prefill(self.chunks), decode_table(self.decode_ms))
+        return Profile(
+            name, provenance, geometry, fit_prefill(self.chunks), decode_table(self.decode_ms), self.contention()
+        )
+
+    def contention(self) -> Contention | None:
+        """Medians, and no speeding up; None where it was not measured."""
+        if not self.prefill_slowed or not self.decode_slowed:
+            return None
+        return Contention(*(max(1.0, round(median(times), 3)) for times in (self.prefill_slowed, self.decode_slowed)))
 
     def read_cost(self) -> LinearCost:
         """Of a pull: medians by length, a line by relative errors."""
@@ -82,13 +95,37 @@ def thresholds(calibration: Calibration, profile: Profile) -> Thresholds:
     return Thresholds(compute_s, read, break_even_tokens(compute_per_token_s=compute_s, read=read))
 
 
+def slowdown_of_prefill(prompts: Sequence[Pass], alone_ms: float) -> float | None:
+    """How many times longer a prompt took than ``alone_ms``, from its passes; None without any."""
+    took_ms = sum(forward.planned_s for forward in prompts) * 1000
+    return took_ms / alone_ms if took_ms else None
+
+
+def slowdown_of_decoding(prompts: Sequence[Pass], decoding: Sequence[Pass]) -> float | None:
+    """How many times longer decode steps took that ran inside another engine's passes than those that met none.
+
+    None where either is missing.
+    """
+    beside, alone = [], []
+    for step in decoding:
+        if any(request.start < request.num_prompt_tokens for request in step.requests):
+            continue
+        if any(other.start_s <= step.start_s and step.end_s <= other.end_s for other in prompts):
+            beside.append(step.planned_s)
+        elif all(step.end_s <= other.start_s or other.end_s <= step.start_s for other in prompts):
+            alone.append(step.planned_s)
+    return fmean(beside) / fmean(alone) if beside and alone else None
+
+
 def figures(calibration: Calibration, profile: Profile) -> dict[str, Any]:
     """JSON-able: what was measured, and what follows."""
     suggested = thresholds(calibration, profile)
     return {
         "prefill_ms": [[chunk.before, chunk.num_tokens, chunk.took_ms] for chunk in calibration.chunks],
         "prefill_largest_error": largest_error(profile.prefill, calibration.chunks),
-        "decode_ms": [[*place, times] for place, times in sorted(calibration.decode_ms.items())],
+        "decode_ms": [[*place, rounds] for place, rounds in sorted(calibration.decode_ms.items())],
+        "prefill_slowed": calibration.prefill_slowed,
+        "decode_slowed": calibration.decode_slowed,
         "pull_ms": _times(calibration.pulls),
         "push_ms": _times(calibration.pushes),
         "read_fixed_ms": suggested.read.fixed_s * 1000,

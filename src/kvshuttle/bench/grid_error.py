@@ -39,8 +39,8 @@ def error_section(results: GridResults) -> Section | None:
         "The emulator's own error",
         f"Medians at the client in milliseconds, the same lengths and arrivals: {results.plan.model} computing, with"
         f" --dtype {results.plan.dtype}; its profile {results.plan.profile}, emulated; emulated by computing, and how"
-        " far that is off. A pass that computes takes its core, an emulated one sleeps: what others do meanwhile slows"
-        " the former only, so the more requests overlap the less the two compare.",
+        " far that is off. A pass that computes takes its core, an emulated one sleeps: of what others do meanwhile it"
+        " knows what the profile says of contention, and nothing of clients, routers and API servers.",
         ("In", "Out", "Slots", "Rate", "System", *_heads("TTFT"), *_heads("TPOT")),
         rows,
     )

@@ -75,6 +75,16 @@ def complete(url: str, prompt: Sequence[int], *, max_tokens: int, **extra: Any) 
     return answer
 
 
+def stream(url: str, prompt: Sequence[int], *, max_tokens: int, **extra: Any) -> None:
+    """One completion, streamed to its end. Raises ``TransportError`` when the answer is not 200."""
+    with contextlib.closing(send(url, prompt, max_tokens=max_tokens, stream=True, **extra)) as connection:
+        response = connection.getresponse()
+        if response.status != 200:
+            raise TransportError(f"{url}: HTTP {response.status}: {response.read(200).decode(errors='replace')}")
+        for _ in response:
+            pass
+
+
 def send(
     url: str, prompt: Sequence[int], *, max_tokens: int, headers: Mapping[str, str] | None = None, **extra: Any
 ) -> http.client.HTTPConnection:

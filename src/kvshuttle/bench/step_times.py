@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.fit import TimedChunk
@@ -14,6 +14,7 @@ from kvshuttle.launcher.metrics import total_of
 
 if TYPE_CHECKING:
     from kvshuttle.bench.tracer import Tracer
+    from kvshuttle.emulate.trace import Pass
 
 _PREFILL = "vllm:request_prefill_time_seconds"
 _BETWEEN_TOKENS = "vllm:inter_token_latency_seconds"
@@ -26,6 +27,8 @@ class StepTimes(Protocol):
 
     what: str
     """What its times are of, for reports."""
+    knows_passes: ClassVar[bool]
+    """Whether each single pass is known, and when it was."""
 
     def begin(self) -> None:
         """Forget what was before."""
@@ -33,8 +36,14 @@ class StepTimes(Protocol):
     def chunks(self, num_tokens: int) -> list[TimedChunk]:
         """Since ``begin`` one prompt of so many tokens was computed, and no more."""
 
+    def resumed(self) -> list[TimedChunk]:
+        """Since ``begin`` a prompt was handed over: its chunks behind KV from elsewhere. None where not known."""
+
     def decode_ms(self, num_seqs: int) -> list[float]:
         """Since ``begin`` so many requests were decoded at a time: milliseconds of steps with all of them."""
+
+    def passes(self) -> list[Pass]:
+        """Since ``begin``: every pass. None where they are not known."""
 
 
 @dataclass(slots=True)
@@ -43,6 +52,7 @@ class TracedTimes:
 
     tracer: Tracer
     what: str = "forward pass and logits, timed inside the worker"
+    knows_passes: ClassVar[bool] = True
 
     def begin(self) -> None:
         """Forget what was before."""
@@ -56,6 +66,14 @@ class TracedTimes:
             for request in forward.requests[:1]
             if len(forward.requests) == 1 and request.start < request.num_prompt_tokens
         ]
+
+    def resumed(self) -> list[TimedChunk]:
+        """Chunks that begin behind the prompt's first token."""
+        return [chunk for chunk in self.chunks(0) if chunk.before]
+
+    def passes(self) -> list[Pass]:
+        """As the trace has them."""
+        return self.tracer.take()
 
     def decode_ms(self, num_seqs: int) -> list[float]:
         """Passes of all requests in which each decodes."""
@@ -74,6 +92,7 @@ class MeteredTimes:
     url: str
     overhead_ms: float
     what: str = "whole steps by vLLM's metrics"
+    knows_passes: ClassVar[bool] = False
     _before: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -86,6 +105,14 @@ class MeteredTimes:
         if num_prompts > 1:
             raise TransportError(f"{self.url}: computed other prompts meanwhile; it must have nothing to do")
         return [TimedChunk(0, num_tokens, took_ms)]
+
+    def resumed(self) -> list[TimedChunk]:
+        """Metrics do not tell them apart."""
+        return []
+
+    def passes(self) -> list[Pass]:
+        """Metrics are sums."""
+        return []
 
     def decode_ms(self, num_seqs: int) -> list[float]:
         """The mean step, among them a few that also computed the last token of a prompt."""

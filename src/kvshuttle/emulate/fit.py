@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from kvshuttle.emulate.profile import DecodeCost, PrefillCost
@@ -76,19 +76,25 @@ def largest_error(cost: PrefillCost, chunks: Sequence[TimedChunk]) -> float:
     return max(abs(cost.step_ms([place]) / median(times) - 1) for place, times in alike.items())
 
 
-def decode_table(steps: Mapping[tuple[int, int], Sequence[float]]) -> DecodeCost:
-    """From milliseconds of steps by (requests, context): medians, as a table.
+def decode_table(steps: Mapping[tuple[int, int], Sequence[Sequence[float]]]) -> DecodeCost:
+    """From milliseconds of steps by (requests, context), in rounds: medians of the rounds' means, as a table.
+
+    A client's time per token is a mean over steps, some of which take half as long again on a machine with neighbours;
+    the median of all steps would leave those out.
 
     Raises ``ConfigError`` naming a place without steps.
     """
     batches, contexts = (tuple(sorted({place[axis] for place in steps})) for axis in (0, 1))
     for batch, context in itertools.product(batches, contexts):
-        if not steps.get((batch, context)):
+        if not any(steps.get((batch, context), ())):
             raise ConfigError(
                 f"decode: no step of {batch} requests at {context} tokens was measured; give more --steps, so that as"
                 " many decode together for a while, or leave that many out of --batches"
             )
-    rows = tuple(tuple(round(median(steps[batch, context]), 3) for context in contexts) for batch in batches)
+    rows = tuple(
+        tuple(round(median([fmean(times) for times in steps[batch, context] if times]), 3) for context in contexts)
+        for batch in batches
+    )
     return DecodeCost(batches, contexts, rows)
 
 

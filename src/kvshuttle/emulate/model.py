@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.batch import rows_of
 from kvshuttle.emulate.model_dir import CONFIG_KEY, VOCAB_SIZE, WRONG_KV
+from kvshuttle.emulate.neighbours import Neighbours, let_pass
 from kvshuttle.emulate.pattern import Stamps
 from kvshuttle.emulate.profile import parse_profile
 from kvshuttle.emulate.steps import Emulation
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.config import VllmConfig
+
+    from kvshuttle.emulate.steps import Step
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +57,19 @@ class EmulatedModel(torch.nn.Module):
         )
         self._batch: Any = None
         self._emulation: Emulation | None = None
+        self._neighbours: Neighbours | None = None
 
-    def attach(self, input_batch: Any, trace_path: Path | None) -> None:
-        """The KV memory is there. ``input_batch``: the model runner's, which knows the requests and their tokens."""
+    def attach(self, input_batch: Any, *, trace_path: Path | None, model_dir: Path) -> None:
+        """The KV memory is there. ``input_batch``: the model runner's, which knows the requests and their tokens.
+
+        ``model_dir``: engines of the same one are each other's neighbours.
+        """
         pages = [layer.kv_cache.view(torch.int64).numpy() for layer in self.layers]
         self._emulation = Emulation(self._profile, Stamps(pages), trace_path=trace_path, now_s=now_s)
         self._emulation.clear()
         self._batch = input_batch
+        if self._profile.contention is not None:
+            self._neighbours = Neighbours.of(model_dir)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """vLLM asks for it by name; no emulated engine takes embeddings."""
@@ -83,11 +93,20 @@ class EmulatedModel(torch.nn.Module):
         step = self._emulation.step(rows, started_at_s=started_at_s)
         for row, token in zip(rows, step.tokens, strict=True):
             hidden[row.last_index, 0] = token
-        left_s = started_at_s + step.planned_s - now_s()
-        if left_s > 0:
-            time.sleep(left_s)
-        self._emulation.finish(step)
+        self._emulation.finish(step, lasting_s=self._let_pass(step))
         return hidden
+
+    def _let_pass(self, step: Step) -> float:
+        """Let the step's time pass. Returns how long it had to last."""
+        with self._neighbours.computing() if self._neighbours else contextlib.nullcontext():
+            return let_pass(
+                step.planned_s,
+                since_s=step.started_at_s,
+                slowdown=step.slowdown,
+                neighbours=self._neighbours,
+                now_s=now_s,
+                sleep=time.sleep,
+            )
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]``: certainty for the next token; for a request with wrong KV, not a number.

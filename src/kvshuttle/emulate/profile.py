@@ -60,14 +60,29 @@ class DecodeCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Contention:
+    """How many times longer a step takes while another engine of the same machine computes.
+
+    Only of machines whose engines share cores or memory. ``prefill``: steps that compute prompts. ``decode``: others.
+    """
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """An accelerator with a model on it. ``provenance`` says where the figures come from."""
+    """An accelerator with a model on it. ``provenance`` says where the figures come from.
+
+    ``contention``: None where engines have an accelerator each, and none slows another down.
+    """
 
     name: str
     provenance: str
     geometry: Geometry
     prefill: PrefillCost
     decode: DecodeCost
+    contention: Contention | None = None
 
     def step_s(self, chunks: Sequence[tuple[int, int]], decode_contexts: Sequence[int]) -> float:
         """Seconds of one step: prefill ``chunks`` of (tokens before, tokens in it) and one token for each context.
@@ -82,6 +97,12 @@ class Profile:
         cheapest_ms = self.decode.step_ms(1, 0.0)
         extra_ms = max(0.0, decode_ms - cheapest_ms) if num_seqs else 0.0
         return (max(self.prefill.step_ms(chunks), cheapest_ms) + extra_ms) / 1000
+
+    def slowdown(self, *, computes_prompts: bool) -> float:
+        """How many times longer a step takes while another engine of the machine computes; 1 for no longer."""
+        if self.contention is None:
+            return 1.0
+        return self.contention.prefill if computes_prompts else self.contention.decode
 
     def scaled(self, *, time_scale: float, bytes_scale: float) -> Profile:
         """The same, slowed and with about ``bytes_scale`` times the KV bytes."""
@@ -104,6 +125,7 @@ class Profile:
                 self.decode.contexts,
                 tuple(tuple(value * time_scale for value in row) for row in self.decode.steps_ms),
             ),
+            contention=self.contention,
         )
 
 
@@ -132,22 +154,27 @@ def profile_names() -> list[str]:
 def parse_profile(values: Mapping[str, Any]) -> Profile:
     """From a parsed TOML table. Raises ``ConfigError`` naming the field and what to put there."""
     reader = _Reader(values)
-    reader.allow("", ("name", "provenance", "geometry", "prefill", "decode"))
+    reader.allow("", ("name", "provenance", "geometry", "prefill", "decode", "contention"))
     geometry = reader.table("geometry", ("num_layers", "num_kv_heads", "head_dim", "dtype"), ("dtype",))
     prefill = reader.table("prefill", ("fixed_ms", "per_token_ms", "per_token_squared_ms"))
     decode = reader.table("decode", ("batches", "contexts", "steps_ms"))
+    contention = reader.table("contention", ("prefill", "decode")) if "contention" in values else {}
     return Profile(
         name=reader.text("name"),
         provenance=reader.text("provenance"),
         geometry=Geometry(**geometry),
         prefill=PrefillCost(**{key: _milliseconds(f"prefill.{key}", value) for key, value in prefill.items()}),
         decode=_decode_cost(decode),
+        contention=Contention(**{key: _times(f"contention.{key}", value) for key, value in contention.items()})
+        if contention
+        else None,
     )
 
 
 def to_mapping(profile: Profile) -> dict[str, Any]:
     """The JSON-able table that ``parse_profile`` reads."""
-    geometry, prefill, decode = profile.geometry, profile.prefill, profile.decode
+    geometry, prefill, decode, contention = profile.geometry, profile.prefill, profile.decode, profile.contention
+    shared = {"contention": {"prefill": contention.prefill, "decode": contention.decode}} if contention else {}
     return {
         "name": profile.name,
         "provenance": profile.provenance,
@@ -167,6 +194,7 @@ def to_mapping(profile: Profile) -> dict[str, Any]:
             "contexts": list(decode.contexts),
             "steps_ms": [list(row) for row in decode.steps_ms],
         },
+        **shared,
     }
 
 
@@ -217,10 +245,19 @@ def _decode_cost(table: Mapping[str, Any]) -> DecodeCost:
 
 
 def _milliseconds(field: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0:
+    if not _is_number(value) or value < 0:
         raise ConfigError(f"{field}: a number of milliseconds, 0 or more, got {value!r}")
     return float(value)
+
+
+def _times(field: str, value: Any) -> float:
+    if not _is_number(value) or value < 1:
+        raise ConfigError(f"{field}: how many times longer, 1 or more, got {value!r}")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:

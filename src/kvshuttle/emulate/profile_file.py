@@ -28,5 +28,10 @@ def profile_toml(profile: Profile) -> str:
         f"[prefill]\nfixed_ms = {prefill.fixed_ms}\nper_token_ms = {prefill.per_token_ms}\n"
         f"per_token_squared_ms = {prefill.per_token_squared_ms}\n\n"
         f"[decode]\nbatches = {json.dumps(list(decode.batches))}\ncontexts = {json.dumps(list(decode.contexts))}\n"
-        f"steps_ms = [\n{rows}]\n"
+        f"steps_ms = [\n{rows}]\n{_contention_table(profile)}"
     )
+
+
+def _contention_table(profile: Profile) -> str:
+    shared = profile.contention
+    return f"\n[contention]\nprefill = {shared.prefill}\ndecode = {shared.decode}\n" if shared else ""

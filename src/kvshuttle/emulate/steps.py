@@ -76,6 +76,9 @@ class Step:
 
     tokens: list[int]
     planned_s: float
+    """On a machine of its own."""
+    slowdown: float
+    """How many times slower it goes on while another engine of the machine computes."""
     started_at_s: float
     busy_s: float
     requests: tuple[PassedRequest, ...]
@@ -109,13 +112,14 @@ class Emulation:
             for known in (self._known[row.request_id],)
         )
         planned_s = self.profile.step_s(chunks, contexts)
-        return Step(tokens, planned_s, started_at_s, self.now_s() - started_at_s, requests)
+        slowdown = self.profile.slowdown(computes_prompts=bool(chunks))
+        return Step(tokens, planned_s, slowdown, started_at_s, self.now_s() - started_at_s, requests)
 
-    def finish(self, step: Step) -> None:
-        """The step's time has passed: put it into the trace."""
+    def finish(self, step: Step, *, lasting_s: float) -> None:
+        """The step's time has passed: put it into the trace. ``lasting_s``: how long it had to last."""
         if self.trace_path is None:
             return
-        forward = Pass(step.started_at_s, self.now_s(), step.planned_s, step.busy_s, step.requests)
+        forward = Pass(step.started_at_s, self.now_s(), lasting_s, step.busy_s, step.requests)
         append_pass(self.trace_path, forward)
 
     def _compute(self, row: BatchRow) -> int:

@@ -32,7 +32,7 @@ class PassedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pass(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass: instants in seconds, and how long the profile says it takes."""
+    """One forward pass: instants in seconds, and how long it takes by the profile, beside the neighbours it had."""
 
     start_s: float
     end_s: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,11 @@ class EmulatedWorker(CPUWorker):
         if pause_us := options.get("nixl_progress_pause_us"):
             _pace_progress_thread(pause_us)
         super().initialize_from_config(*args, **kwargs)
-        self.model_runner.get_model().attach(self.model_runner.input_batch, trace_path_in(additional))
+        self.model_runner.get_model().attach(
+            self.model_runner.input_batch,
+            trace_path=trace_path_in(additional),
+            model_dir=Path(self.vllm_config.model_config.model),
+        )
 
 
 def _switch_progress_thread_off() -> None:

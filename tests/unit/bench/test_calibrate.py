@@ -13,7 +13,13 @@ import pytest
 from kvshuttle.bench import calibrate, handoff_times, step_times
 from kvshuttle.bench.calibrate import Subject, geometry_of, run_calibrate
 from kvshuttle.bench.calibrate_plan import CalibratePlan
-from kvshuttle.bench.calibration import Calibration, HandOffTimes, thresholds
+from kvshuttle.bench.calibration import (
+    Calibration,
+    HandOffTimes,
+    slowdown_of_decoding,
+    slowdown_of_prefill,
+    thresholds,
+)
 from kvshuttle.bench.handoff_times import HandOffTimer
 from kvshuttle.bench.legs import Driven, Pair
 from kvshuttle.bench.plan import SystemName
@@ -22,7 +28,7 @@ from kvshuttle.bench.systems import SYSTEMS
 from kvshuttle.cli import main
 from kvshuttle.emulate.fit import TimedChunk
 from kvshuttle.emulate.geometry import Geometry
-from kvshuttle.emulate.profile import PrefillCost, load_profile
+from kvshuttle.emulate.profile import Contention, PrefillCost, load_profile
 from kvshuttle.emulate.trace import Pass, PassedRequest
 from kvshuttle.errors import ConfigError, TransportError
 from kvshuttle.handoff.break_even import MAX_THRESHOLD_TOKENS
@@ -197,7 +203,7 @@ def calibration(read_per_token_ms: float = 0.01) -> Calibration:
     lengths = (128, 512, 2048)
     return Calibration(
         chunks=[TimedChunk(0, num, COST.step_ms([(0, num)])) for num in lengths],
-        decode_ms={(1, 268): [30.0]},
+        decode_ms={(1, 268): [[30.0]]},
         pulls={num: [HandOffTimes(5.0, 10 + read_per_token_ms * num, 5.0)] for num in lengths},
     )
 
@@ -228,6 +234,7 @@ class Clockwork:
     """Engines whose steps take exactly what ``COST`` says, seen as ``complete`` and ``StepTimes`` see them."""
 
     what = "clockwork"
+    knows_passes = False
 
     def __init__(self) -> None:
         self.computed: list[int] = []
@@ -242,8 +249,14 @@ class Clockwork:
     def chunks(self, _num_tokens: int) -> list[TimedChunk]:
         return [TimedChunk(0, num, COST.step_ms([(0, num)])) for num in self.computed]
 
+    def resumed(self) -> list[TimedChunk]:
+        return []
+
     def decode_ms(self, num_seqs: int) -> list[float]:
         return [30.0 + num_seqs]
+
+    def passes(self) -> list[Pass]:
+        raise AssertionError("nobody asks who knows none")
 
 
 @pytest.fixture
@@ -258,6 +271,7 @@ def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
     hand_off: Callable[..., HandOffTimes] = lambda *_, **__: ONE  # noqa: E731 - one line for a double
     monkeypatch.setattr(calibrate, "running_pair", pair)
     monkeypatch.setattr(calibrate, "complete", made.complete)
+    monkeypatch.setattr(calibrate, "stream", made.complete)
     monkeypatch.setattr(calibrate.HandOffTimer, "hand_off", hand_off)
     return made
 
@@ -284,7 +298,8 @@ def test_a_calibration_writes_a_profile_that_loads_and_says_what_to_set(tmp_path
     assert "kvshuttle bench calibrate" in profile.provenance
     values = json.loads((tmp_path / "calibration.json").read_text())
     assert values["kv_recompute_threshold"] == values["recompute_threshold_tokens"] == 16
-    assert len(values["pull_ms"]) == len(values["push_ms"]) == 6
+    assert len(values["pull_ms"]) == len(values["push_ms"]) == 12
+    assert profile.contention is None
     page = (tmp_path / "calibration.md").read_text()
     assert "kv_recompute_threshold = 16" in page
     assert "| 0 | 256 | 144.6 (144.6 to 144.6) |" in page
@@ -307,3 +322,62 @@ def test_passes_of_several_prompts_are_no_chunks() -> None:
     two = Pass(1.0, 2.0, 1.0, 0.0, (PassedRequest("a", 0, 8, 8), PassedRequest("b", 0, 8, 8)))
     trace: Any = Trace(two)
     assert TracedTimes(trace).chunks(8) == []
+
+
+def test_what_a_decode_engine_computes_of_a_prompt_that_was_handed_to_it_is_a_chunk() -> None:
+    trace: Any = Trace(
+        forward(1.0, 1.5, ("nudge", 0, 8)), forward(2.0, 2.25, ("a", 1023, 1024)), forward(3.0, 3.1, ("a", 2048, 2049))
+    )
+    assert TracedTimes(trace).resumed() == [TimedChunk(1023, 1, 250.0)]
+
+
+def test_contention_is_told_from_steps_inside_anothers_passes_and_steps_that_meet_none() -> None:
+    prompts = [forward(10.0, 12.0, ("p", 0, 1024)), forward(12.0, 13.0, ("p", 1024, 2048))]
+    decoding = [
+        forward(9.0, 9.1, ("d", 2048, 2049)),
+        forward(9.9, 10.8, ("d", 2049, 2050)),  # half of it alone
+        forward(10.8, 11.0, ("d", 2050, 2051)),
+        forward(11.0, 11.9, ("d", 0, 2048)),  # no decoding
+        forward(12.1, 12.4, ("d", 2051, 2052)),
+        forward(13.0, 13.1, ("d", 2052, 2053)),
+    ]
+    assert slowdown_of_decoding(prompts, decoding) == pytest.approx(2.5)
+    assert slowdown_of_decoding(prompts, decoding[:2]) is None
+    assert slowdown_of_prefill(prompts, 2500.0) == pytest.approx(1.2)
+    assert slowdown_of_prefill([], 2500.0) is None
+
+
+class SharedClockwork(Clockwork):
+    """Engines of one machine: a prompt takes half as long again beside decoding, whose steps take twice as long."""
+
+    knows_passes = True
+
+    def resumed(self) -> list[TimedChunk]:
+        return [TimedChunk(63, 1, COST.step_ms([(63, 1)]))]
+
+    def passes(self) -> list[Pass]:
+        alone_s = COST.step_ms([(0, 256)]) / 1000
+        if 256 in self.computed:
+            return [forward(1.0, 1.0 + 1.5 * alone_s, ("p", 0, 256))]
+        return [forward(0.9, 0.95, ("d", 2048, 2049)), forward(1.0, 1.1, ("d", 2049, 2050))]
+
+
+def test_a_pair_on_one_machine_is_timed_beside_each_other_too(
+    clockwork: Clockwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = SharedClockwork(), SharedClockwork()
+
+    @contextlib.contextmanager
+    def pair(_plan: CalibratePlan) -> Iterator[Subject]:
+        yield Subject(PAIR, CARD, prefill, decode)
+
+    monkeypatch.setattr(calibrate, "running_pair", pair)
+    monkeypatch.setattr(calibrate, "complete", prefill.complete)
+    monkeypatch.setattr(calibrate, "stream", decode.complete)
+    profile = load_profile(str(run_calibrate(PLAN, tmp_path, env={}, say=lambda _: None)))
+    assert profile.contention == Contention(1.5, 2.0)
+    assert (
+        "| Decode steps, while the other engine computes a prompt | 2.00 | 2.00 to 2.00 |"
+        in (tmp_path / "calibration.md").read_text()
+    )
+    assert json.loads((tmp_path / "calibration.json").read_text())["decode_slowed"] == [pytest.approx(2.0)] * 8

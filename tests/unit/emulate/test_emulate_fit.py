@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvshuttle.emulate.fit import TimedChunk, decode_table, fit_prefill, largest_error, nonnegative_least_squares
 from kvshuttle.emulate.geometry import Geometry
-from kvshuttle.emulate.profile import DecodeCost, PrefillCost, Profile, load_profile
+from kvshuttle.emulate.profile import Contention, DecodeCost, PrefillCost, Profile, load_profile
 from kvshuttle.emulate.profile_file import profile_toml
 from kvshuttle.errors import ConfigError
 
@@ -65,23 +66,28 @@ def test_columns_that_say_the_same_are_used_once() -> None:
         nonnegative_least_squares([], [])
 
 
-def test_a_decode_table_is_made_of_medians_and_needs_every_place() -> None:
-    steps = {(1, 268): [30.0, 31.0, 90.0], (4, 268): [40.0], (1, 1036): [33.0], (4, 1036): [50.0]}
+def test_a_decode_table_is_made_of_medians_of_means_and_needs_every_place() -> None:
+    # One stream: two rounds at 31 ms on average, half of whose steps are slow, one that was slow as a whole, one empty.
+    one = [[21.0, 41.0], [11.0, 51.0], [90.0], []]
+    steps = {(1, 268): one, (4, 268): [[40.0]], (1, 1036): [[33.0]], (4, 1036): [[50.0]]}
     table = decode_table(steps)
     assert table == DecodeCost((1, 4), (268, 1036), ((31.0, 33.0), (40.0, 50.0)))
     with pytest.raises(ConfigError, match="decode: no step of 4 requests at 1036 tokens was measured"):
-        decode_table(steps | {(4, 1036): []})
+        decode_table(steps | {(4, 1036): [[], []]})
 
 
 def test_a_profile_that_is_written_is_read_back(tmp_path: Path) -> None:
     told = "Measured by a test, on this machine, at some length, so that it does not fit one line of the file."
     decode = DecodeCost((1, 4), (268, 1036), ((31.0, 33.5), (40.0, 50.0)))
-    profile = Profile("mine", told, Geometry(30, 3, 64), PrefillCost(0.0, 0.8123, 1.5e-7), decode)
+    prefill, contention = PrefillCost(0.0, 0.8123, 1.5e-7), Contention(1.05, 1.2)
+    profile = Profile("mine", told, Geometry(30, 3, 64), prefill, decode, contention)
     path = tmp_path / "mine.toml"
     path.write_text(profile_toml(profile))
     read = load_profile(str(path))
     assert " ".join(read.provenance.split()) == told
-    assert (read.geometry, read.prefill, read.decode) == (profile.geometry, profile.prefill, profile.decode)
+    assert replace(read, provenance=told) == profile
+    path.write_text(profile_toml(replace(profile, contention=None)))
+    assert load_profile(str(path)) == replace(read, contention=None)
 
 
 def test_a_provenance_that_would_end_its_own_text_is_refused() -> None:

@@ -42,7 +42,11 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     [
         ("name", ..., "name: text, got None"),
         ("provenance", " ", "provenance: text"),
-        ("speed", 3, "speed: unknown key; known are name, provenance, geometry, prefill, decode"),
+        ("speed", 3, "speed: unknown key; known are name, provenance, geometry, prefill, decode, contention"),
+        ("contention", 2, r"\[contention\]: a table with prefill, decode, got 2"),
+        ("contention", {"decode": 1.2}, r"contention.prefill: missing; write it under \[contention\]"),
+        ("contention", {"prefill": 0.9, "decode": 1}, "contention.prefill: how many times longer, 1 or more, got 0.9"),
+        ("contention", {"prefill": 1, "decode": True}, "contention.decode: how many times longer, 1 or more, got True"),
         ("geometry", ..., r"\[geometry\]: a table with num_layers"),
         ("geometry.layers", 3, "geometry.layers: unknown key; known are num_layers"),
         ("geometry.num_layers", 0, "geometry.num_layers: a whole number above 0, got 0"),
@@ -147,6 +151,15 @@ def test_a_slowed_profile_takes_longer_in_every_part_and_says_so() -> None:
     assert profile.slowed(1) == profile
     with pytest.raises(ConfigError, match="time_scale: a number above 0"):
         profile.slowed(0)
+
+
+def test_only_a_profile_with_contention_slows_its_steps_down_beside_others() -> None:
+    alone = parse_profile(GOOD)
+    assert [alone.slowdown(computes_prompts=each) for each in (True, False)] == [1, 1]
+    shared = parse_profile(changed("contention", {"prefill": 1.1, "decode": 1.5}))
+    assert parse_profile(to_mapping(shared)) == shared
+    for profile in (shared, shared.slowed(4)):
+        assert [profile.slowdown(computes_prompts=each) for each in (True, False)] == [1.1, 1.5]
 
 
 def test_bytes_are_scaled_by_layers_and_never_to_none() -> None:

@@ -38,7 +38,7 @@ class Engine:
         """One step."""
         step = self.emulation.step(rows, started_at_s=self.now_s)
         self.now_s += step.planned_s
-        self.emulation.finish(step)
+        self.emulation.finish(step, lasting_s=step.planned_s)
         return step.tokens
 
     def copy_blocks(self, source: Engine, pairs: dict[int, int]) -> None:
