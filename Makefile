@@ -2,7 +2,7 @@
 #
 #   make serve   prefill engine + decode engine + router with a small real model, until Ctrl-C
 #   make demo    the same, a scripted two-turn chat, a table of what moved, and out
-#   make test    everything that must hold: checks, fast tests, then tests on real engines (some minutes)
+#   make test    everything that must hold: checks, fast tests, then tests on real engines (an hour and a quarter on two cores)
 #   make check   formatting, lint, types, import contracts
 #
 # Options: PORT=9000, PYTHON=python3.12, ARGS="--decode 2" (options of `kvshuttle up`), PYTEST_ARGS="-k chat".

@@ -68,7 +68,8 @@ def run_calibrate(plan: CalibratePlan, out_dir: Path, *, env: Mapping[str, str],
     with running_pair(plan) if plan.prefill else _started_pair(plan, out_dir, env, say) as subject:
         calibration = _Bench(plan, subject, say).measure()
     facts = machine_facts(None)
-    provenance = provenance_of(plan, facts, subject.prefill_times.what)
+    has_contention = calibration.contention() is not None
+    provenance = provenance_of(plan, facts, subject.prefill_times.what, has_contention=has_contention)
     profile = calibration.profile(plan.name, provenance, geometry_of(subject.card))
     path = out_dir / f"{plan.name}.toml"
     path.write_text(profile_toml(profile))
@@ -154,16 +155,21 @@ class _Bench:
         prompts = [self._prompt(self.plan.context_tokens[-1] + 1) for _ in range(self.plan.batch_sizes[-1])]
         for index in range(self.plan.repeats):
             self._time_round(index, prompts, timer)
+        if self.subject.decode_times.knows_passes and self.found.contention() is None:
+            self.say(
+                f"contention is not known: no decode step lay within the computing of {self.plan.lengths[-1]} tokens;"
+                " give a longer one of --prompt-tokens"
+            )
         return self.found
 
     def _time_round(self, index: int, prompts: list[list[int]], timer: HandOffTimer) -> None:
         """Everything once: a machine that is slower for a while is so for all of it."""
         plan = self.plan
-        for num_tokens in plan.lengths:
-            took_ms = self._time_length(num_tokens, timer, is_push=index % 2 == 1)
+        for position, num_tokens in enumerate(plan.lengths):
+            took_ms = self._time_length(num_tokens, timer, is_push=(index + position) % 2 == 1)
         for context in plan.context_tokens:
             self._time_context([prompt[: context + 1] for prompt in prompts], context + plan.steps // 2)
-        # An accelerator each: only what times itself on the CPU shares it.
+        # Engines on the CPU, which time themselves, share it.
         if self.subject.decode_times.knows_passes:
             self._time_beside(prompts[0], took_ms)
         self.say(f"[{index + 1}/{plan.repeats}] {plan.lengths[-1]} tokens computed in {took_ms:.1f} ms")
@@ -211,7 +217,7 @@ class _Bench:
             computed.result()
         prompts, decoding = subject.prefill_times.passes(), subject.decode_times.passes()
         for slowed, slowdown in (
-            (self.found.prefill_slowed, slowdown_of_prefill(prompts, alone_ms)),
+            (self.found.prefill_slowed, slowdown_of_prefill(prompts, decoding, alone_ms)),
             (self.found.decode_slowed, slowdown_of_decoding(prompts, decoding)),
         ):
             if slowdown is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvshuttle.emulate.profile import Profile
 
 
-def provenance_of(plan: CalibratePlan, facts: Mapping[str, Any], times_of: str) -> str:
+def provenance_of(plan: CalibratePlan, facts: Mapping[str, Any], times_of: str, *, has_contention: bool) -> str:
     """Text for the profile: who measured what, where and when."""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     subject = "a running pair" if plan.prefill else f"{plan.model} with --dtype {plan.dtype}, as kvshuttle up starts it"
@@ -31,6 +31,11 @@ def provenance_of(plan: CalibratePlan, facts: Mapping[str, Any], times_of: str) 
         f"Times are of {times_of}{overhead}; medians of {plan.repeats} rounds, each with a prompt of every length"
         f" and {plan.steps} steps of every batch, of which the mean counts."
         " Prefill: least squares of relative errors, none below zero."
+        + (
+            " Contention: one stream decoded beside one prompt of the longest length."
+            if has_contention
+            else " Contention: not measured."
+        )
     )
 
 
@@ -38,6 +43,7 @@ def calibration_markdown(calibration: Calibration, profile: Profile, facts: Mapp
     """The whole page."""
     suggested = thresholds(calibration, profile)
     cost = profile.prefill
+    is_resumed = any(chunk.before and chunk.num_tokens == 1 for chunk in calibration.chunks)
     return "\n\n".join(
         [
             f"# Calibration: {profile.name}",
@@ -48,6 +54,7 @@ def calibration_markdown(calibration: Calibration, profile: Profile, facts: Mapp
             f" {cost.per_token_squared_ms:g} ms for each square of tokens; largest error"
             f" {largest_error(cost, calibration.chunks):.1%}.",
             _prefill_table(calibration, profile),
+            *(["One token: what the decode engine computes of a prompt that it was handed."] if is_resumed else []),
             "## Decode steps",
             "Milliseconds, by requests at a time and by their context.",
             _decode_table(profile),

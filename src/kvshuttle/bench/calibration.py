@@ -89,16 +89,26 @@ def thresholds(calibration: Calibration, profile: Profile) -> Thresholds:
     a history each costs more, and then a read pays the sooner.
     """
     cost = profile.prefill
-    shortest = min(chunk.num_tokens for chunk in calibration.chunks)
+    shortest = min(chunk.num_tokens for chunk in calibration.chunks if chunk.before == 0)
     compute_s = (cost.per_token_ms + cost.per_token_squared_ms * shortest) / 1000
     read = calibration.read_cost()
     return Thresholds(compute_s, read, break_even_tokens(compute_per_token_s=compute_s, read=read))
 
 
-def slowdown_of_prefill(prompts: Sequence[Pass], alone_ms: float) -> float | None:
-    """How many times longer a prompt took than ``alone_ms``, from its passes; None without any."""
-    took_ms = sum(forward.planned_s for forward in prompts) * 1000
-    return took_ms / alone_ms if took_ms else None
+def slowdown_of_prefill(prompts: Sequence[Pass], others: Sequence[Pass], alone_ms: float) -> float | None:
+    """How many times slower a prompt goes on while another engine computes, which it did for ``others``.
+
+    The prompt took ``alone_ms`` by itself; between the others' passes it went on as fast as then. None where that
+    does not add up.
+    """
+    took_s = sum(forward.end_s - forward.start_s for forward in prompts)
+    shared_s = sum(
+        max(0.0, min(forward.end_s, other.end_s) - max(forward.start_s, other.start_s))
+        for forward in prompts
+        for other in others
+    )
+    done_beside_s = alone_ms / 1000 - (took_s - shared_s)
+    return shared_s / done_beside_s if shared_s > 0 and done_beside_s > 0 else None
 
 
 def slowdown_of_decoding(prompts: Sequence[Pass], decoding: Sequence[Pass]) -> float | None:

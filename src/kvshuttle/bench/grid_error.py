@@ -40,7 +40,7 @@ def error_section(results: GridResults) -> Section | None:
         f"Medians at the client in milliseconds, the same lengths and arrivals: {results.plan.model} computing, with"
         f" --dtype {results.plan.dtype}; its profile {results.plan.profile}, emulated; emulated by computing, and how"
         " far that is off. A pass that computes takes its core, an emulated one sleeps: of what others do meanwhile it"
-        " knows what the profile says of contention, and nothing of clients, routers and API servers.",
+        " knows what the profile says of contention.",
         ("In", "Out", "Slots", "Rate", "System", *_heads("TTFT"), *_heads("TPOT")),
         rows,
     )

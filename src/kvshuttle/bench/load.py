@@ -129,7 +129,7 @@ def write_prompt_tokenizer(directory: Path, model_dir: Path) -> None:
     repeats the whole prompt in front of the answer.
     """
     directory.mkdir(exist_ok=True)
-    for path in (each for each in model_dir.iterdir() if each.is_file()):
+    for path in model_dir.iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

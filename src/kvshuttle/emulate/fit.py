@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import TYPE_CHECKING
 
 from kvshuttle.emulate.profile import DecodeCost, PrefillCost
@@ -53,11 +53,10 @@ def nonnegative_least_squares(rows: Sequence[Sequence[float]], values: Sequence[
 def fit_prefill(chunks: Sequence[TimedChunk]) -> PrefillCost:
     """The cost that fits all chunks, by relative errors. A chunk's time is the median of those alike.
 
+    Chunks of one token, which a decode engine computes of each prompt that it was handed, count as alike all together.
     Raises ``ConfigError`` with fewer than three kinds of chunks.
     """
-    alike: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for chunk in chunks:
-        alike[chunk.before, chunk.num_tokens].append(chunk.took_ms)
+    alike = _alike(chunks)
     if len(alike) < 3:
         raise ConfigError(f"prompt_tokens: three lengths of prompts tell a cost, {len(alike)} were measured; give more")
     rows, ones = [], []
@@ -70,10 +69,7 @@ def fit_prefill(chunks: Sequence[TimedChunk]) -> PrefillCost:
 
 def largest_error(cost: PrefillCost, chunks: Sequence[TimedChunk]) -> float:
     """Of the medians of chunks alike, as a fraction of them."""
-    alike: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for chunk in chunks:
-        alike[chunk.before, chunk.num_tokens].append(chunk.took_ms)
-    return max(abs(cost.step_ms([place]) / median(times) - 1) for place, times in alike.items())
+    return max(abs(cost.step_ms([place]) / median(times) - 1) for place, times in _alike(chunks).items())
 
 
 def decode_table(steps: Mapping[tuple[int, int], Sequence[Sequence[float]]]) -> DecodeCost:
@@ -96,6 +92,16 @@ def decode_table(steps: Mapping[tuple[int, int], Sequence[Sequence[float]]]) -> 
         for batch in batches
     )
     return DecodeCost(batches, contexts, rows)
+
+
+def _alike(chunks: Sequence[TimedChunk]) -> dict[tuple[int, int], list[float]]:
+    """Milliseconds by (tokens before, tokens in it)."""
+    singles = [chunk.before for chunk in chunks if chunk.num_tokens == 1]
+    alike: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for chunk in chunks:
+        before = chunk.before if chunk.num_tokens > 1 else median_low(singles)
+        alike[before, chunk.num_tokens].append(chunk.took_ms)
+    return alike
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:

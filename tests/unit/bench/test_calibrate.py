@@ -343,23 +343,43 @@ def test_contention_is_told_from_steps_inside_anothers_passes_and_steps_that_mee
     ]
     assert slowdown_of_decoding(prompts, decoding) == pytest.approx(2.5)
     assert slowdown_of_decoding(prompts, decoding[:2]) is None
-    assert slowdown_of_prefill(prompts, 2500.0) == pytest.approx(1.2)
-    assert slowdown_of_prefill([], 2500.0) is None
+
+
+def test_a_prompt_is_slowed_only_for_as_long_as_the_other_engine_computes() -> None:
+    # 3 s, of which 1.8 s beside others; 2.5 s alone, of which 1.2 s went on undisturbed: 1.3 s of work took 1.8 s.
+    prompts = [forward(10.0, 12.0, ("p", 0, 1024)), forward(12.5, 13.5, ("p", 1024, 2048))]
+    others = [
+        forward(9.0, 11.0, ("d", 2048, 2049)),
+        forward(11.9, 12.6, ("d", 2049, 2050)),
+        forward(12.8, 13.4, ("d", 2047, 2048)),
+    ]
+    assert slowdown_of_prefill(prompts, others, 2500.0) == pytest.approx(1.8 / 1.3)
+    assert slowdown_of_prefill([], others, 2500.0) is None
+    assert slowdown_of_prefill(prompts, [], 2500.0) is None
+    assert slowdown_of_prefill(prompts, others, 1000.0) is None
 
 
 class SharedClockwork(Clockwork):
-    """Engines of one machine: a prompt takes half as long again beside decoding, whose steps take twice as long."""
+    """Engines of one machine: beside decoding a prompt goes on at two thirds of its pace, and steps take twice as long.
+
+    A prompt's last token alone takes what it costs.
+    """
 
     knows_passes = True
 
     def resumed(self) -> list[TimedChunk]:
+        assert not self.computed, "from the beginning of the hand-off on"
         return [TimedChunk(63, 1, COST.step_ms([(63, 1)]))]
 
     def passes(self) -> list[Pass]:
-        alone_s = COST.step_ms([(0, 256)]) / 1000
+        end_s = 1.0 + 1.5 * COST.step_ms([(0, 256)]) / 1000
         if 256 in self.computed:
-            return [forward(1.0, 1.0 + 1.5 * alone_s, ("p", 0, 256))]
-        return [forward(0.9, 0.95, ("d", 2048, 2049)), forward(1.0, 1.1, ("d", 2049, 2050))]
+            return [forward(1.0, end_s, ("p", 0, 256))]
+        return [
+            forward(0.9, 0.95, ("d", 2048, 2049)),
+            forward(1.0, 1.1, ("d", 2049, 2050)),
+            forward(1.1, end_s + 0.2, ("d", 2050, 2051)),
+        ]
 
 
 def test_a_pair_on_one_machine_is_timed_beside_each_other_too(
@@ -376,8 +396,24 @@ def test_a_pair_on_one_machine_is_timed_beside_each_other_too(
     monkeypatch.setattr(calibrate, "stream", decode.complete)
     profile = load_profile(str(run_calibrate(PLAN, tmp_path, env={}, say=lambda _: None)))
     assert profile.contention == Contention(1.5, 2.0)
-    assert (
-        "| Decode steps, while the other engine computes a prompt | 2.00 | 2.00 to 2.00 |"
-        in (tmp_path / "calibration.md").read_text()
-    )
-    assert json.loads((tmp_path / "calibration.json").read_text())["decode_slowed"] == [pytest.approx(2.0)] * 8
+    assert "Contention: one stream decoded beside one prompt of the longest" in profile.provenance.replace("\n", " ")
+    page = (tmp_path / "calibration.md").read_text()
+    assert "| Decode steps, while the other engine computes a prompt | 2.00 | 2.00 to 2.00 |" in page
+    assert "| 63 | 1 | 10.5 (10.5 to 10.5) |" in page
+    values = json.loads((tmp_path / "calibration.json").read_text())
+    assert values["decode_slowed"] == [pytest.approx(2.0)] * 8
+    # What a token costs is taken of whole prompts, not of last tokens.
+    assert values["compute_per_token_ms"] == pytest.approx(0.5 + 0.0001 * 64, rel=0.005)
+
+
+def test_a_pair_whose_passes_never_met_is_told_what_to_change(
+    clockwork: Clockwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clockwork.knows_passes = True
+    monkeypatch.setattr(clockwork, "passes", list)
+    said: list[str] = []
+    profile = load_profile(str(run_calibrate(PLAN, tmp_path, env={}, say=said.append)))
+    assert profile.contention is None
+    assert "Contention: not measured." in profile.provenance.replace("\n", " ")
+    told = "no decode step lay within the computing of 256 tokens; give a longer one of --prompt-tokens"
+    assert any(told in each for each in said)

@@ -132,7 +132,7 @@ def test_engines_that_compute_are_started_like_up_does_and_time_themselves() -> 
 
 
 def test_engines_on_a_gpu_are_not_timed_from_inside() -> None:
-    host = Host(Machine((0, 1), gpus=(0,), is_vllm_cpu_build=False), count(20_000), "python")
+    host = Host(Machine((0, 1), gpus=("0",), is_vllm_cpu_build=False), count(20_000), "python")
     wanted = wanted_engines(ARRANGEMENTS[GridSystem.SHUTTLE_PUSH_REAL].connector, grid_plan(), 8)
     engines = plan_real_engines(RealModel("m", Path("somewhere"), "auto"), wanted, PLACES, host)
     assert all("--worker-cls" not in engine.argv for engine in engines)

@@ -37,6 +37,14 @@ def test_one_slow_repeat_changes_nothing() -> None:
     assert largest_error(found, times) < 0.001
 
 
+def test_last_tokens_of_all_lengths_count_as_one_kind_of_chunk() -> None:
+    prompts = chunks(COST, (0, 128), (0, 512), (0, 2048))
+    singles = [TimedChunk(before, 1, 40.0) for before in (127, 511, 2047)]
+    found = fit_prefill([*prompts, *singles])
+    assert found == fit_prefill([*prompts, *[TimedChunk(511, 1, 40.0)] * 5])
+    assert 12.0 < found.fixed_ms < 40.0
+
+
 def test_no_cost_is_below_zero_where_longer_prompts_are_cheaper_by_the_token() -> None:
     found = fit_prefill([TimedChunk(0, 100, 100.0), TimedChunk(0, 1000, 900.0), TimedChunk(0, 2000, 1700.0)])
     assert min(found.fixed_ms, found.per_token_ms, found.per_token_squared_ms) >= 0

@@ -11,7 +11,7 @@ import pytest
 from kvshuttle.emulate import steps
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, WRONG_KV
 from kvshuttle.emulate.pattern import Stamps, prefix_sums
-from kvshuttle.emulate.profile import load_profile
+from kvshuttle.emulate.profile import Contention, load_profile
 from kvshuttle.emulate.steps import BatchRow, Emulation
 from kvshuttle.emulate.trace import first_passes, prompt_ends, read_trace
 
@@ -70,6 +70,18 @@ def handed_off() -> tuple[Engine, Engine, int]:
     (token,) = source.run(row(PROMPT, [1, 2, 3]))
     sink.copy_blocks(source, {1: 7, 2: 5, 3: 9})
     return source, sink, token
+
+
+def test_only_steps_that_compute_prompts_are_slowed_like_those(handed_off: tuple[Engine, Engine, int]) -> None:
+    source, sink, _ = handed_off
+    for engine in (source, sink):
+        engine.emulation.profile = replace(engine.emulation.profile, contention=Contention(prefill=1.1, decode=1.5))
+    assert source.emulation.step([row(OTHER, [4, 5, 6])], started_at_s=0.0).slowdown == 1.1
+    last_token = row(PROMPT, [7, 5, 9], start=19)
+    assert sink.emulation.step([last_token], started_at_s=0.0).slowdown == 1.5
+    decoded = row([*PROMPT, 300], [7, 5, 9], start=20)
+    assert sink.emulation.step([decoded], started_at_s=0.0).slowdown == 1.5
+    assert sink.emulation.step([decoded, row(OTHER, [1, 2, 3], request_id="y")], started_at_s=0.0).slowdown == 1.1
 
 
 def first_token(engine: Engine, blocks: list[int], tokens: list[int] = PROMPT) -> int:

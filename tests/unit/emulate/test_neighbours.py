@@ -15,69 +15,96 @@ from kvshuttle.emulate.neighbours import Neighbours, let_pass
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Callable[[str], Neighbours]]:
-    """Makes workers by ``ENGINE/WORKER``."""
+def worker(tmp_path: Path) -> Iterator[Callable[[int], Neighbours]]:
+    """Makes workers of an engine by its number."""
     with contextlib.ExitStack() as stack:
-        yield lambda name: stack.enter_context(contextlib.closing(Neighbours(tmp_path / name)))
+        yield lambda engine: stack.enter_context(contextlib.closing(Neighbours(tmp_path / "file", engine)))
 
 
-def test_engines_see_each_other_compute(worker: Callable[[str], Neighbours]) -> None:
-    one, other = worker("engine-1/worker-1"), worker("engine-2/worker-2")
-    with one.computing():
-        assert not one.is_computing()
-        with other.computing():
+@pytest.mark.parametrize(("mine", "other"), [(0, 1), (1, 0), (7, 3 << 40), (3 << 40, 7)])
+def test_engines_see_each_other_compute(worker: Callable[[int], Neighbours], mine: int, other: int) -> None:
+    one, another = worker(mine), worker(other)
+    assert not one.is_computing()
+    with another.computing():
+        assert one.is_computing()
+        assert not another.is_computing()
+        with one.computing():
             assert one.is_computing()
-            assert other.is_computing()
-        assert not one.is_computing()
-        assert not one.is_computing()  # looking leaves nothing locked
+            assert another.is_computing()
+        assert not another.is_computing()
+    assert not one.is_computing()
 
 
-def test_workers_of_one_engine_are_no_neighbours(worker: Callable[[str], Neighbours]) -> None:
-    one, other = worker("engine-1/worker-1"), worker("engine-1/worker-2")
+def test_looking_hides_nobody_and_locks_nothing(worker: Callable[[int], Neighbours]) -> None:
+    one, other, third = worker(1), worker(2), worker(3)
+    with other.computing():
+        assert [each.is_computing() for each in (one, third, one, third)] == [True] * 4
+    assert not any(each.is_computing() for each in (one, other, third))
+
+
+def test_workers_of_one_engine_are_no_neighbours(worker: Callable[[int], Neighbours]) -> None:
+    one, other, stranger = worker(5), worker(5), worker(6)
     with one.computing(), other.computing():
         assert not one.is_computing()
         assert not other.is_computing()
-
-
-def test_an_engine_whose_file_is_gone_is_forgotten(worker: Callable[[str], Neighbours], tmp_path: Path) -> None:
-    one, other = worker("engine-1/worker-1"), worker("engine-2/worker-2")
-    with other.computing():
-        with one.computing():
-            assert one.is_computing()
-        (tmp_path / "engine-2" / "worker-2").unlink()
-        with one.computing():
-            assert not one.is_computing()
+        assert stranger.is_computing()
+    with one.computing():
+        with other.computing():
+            pass
+        assert stranger.is_computing()
 
 
 def compute_until_killed(path: Path, sender: Connection) -> None:
-    with Neighbours(path).computing():
+    with Neighbours(path, 2).computing():
         sender.send("computing")
         signal.pause()
 
 
-def test_an_engine_that_is_killed_computes_no_longer(worker: Callable[[str], Neighbours], tmp_path: Path) -> None:
-    one = worker("engine-1/worker-1")
+def compute_by_its_own_name(model_dir: Path, sender: Connection) -> None:
+    with Neighbours.of(model_dir).computing():
+        sender.send("computing")
+        signal.pause()
+
+
+@contextlib.contextmanager
+def other_process(target: Callable[[Path, Connection], None], path: Path) -> Iterator[BaseProcess]:
+    """One that computes."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    other = context.Process(target=compute_until_killed, args=(tmp_path / "engine-2" / "worker-2", sender))
-    other.start()
+    process = context.Process(target=target, args=(path, sender))
+    process.start()
     try:
         assert receiver.recv() == "computing"
-        with one.computing():
-            assert one.is_computing()
-            os.kill(other.pid, signal.SIGKILL)
-            other.join()
-            assert not one.is_computing()
+        yield process
     finally:
-        other.kill()
-        other.join()
-        other.close()
+        process.kill()
+        process.join()
+        process.close()
         receiver.close()
         sender.close()
+
+
+def test_an_engine_that_is_killed_computes_no_longer(worker: Callable[[int], Neighbours], tmp_path: Path) -> None:
+    one = worker(1)
+    with other_process(compute_until_killed, tmp_path / "file") as other:
+        assert one.is_computing()
+        os.kill(other.pid or 0, signal.SIGKILL)
+        other.join()
+        assert not one.is_computing()
+
+
+def test_engines_are_told_apart_by_their_parents(tmp_path: Path) -> None:
+    """A child of ours has us as its parent, and we have another one."""
+    with (
+        other_process(compute_by_its_own_name, tmp_path),
+        contextlib.closing(Neighbours.of(tmp_path)) as mine,
+    ):
+        assert mine.is_computing()
 
 
 class Scene:

