@@ -69,9 +69,14 @@ class ChurnResults:
         return [ask for ask in self.of(AskRecord) if ask.how not in (*FINE, How.WRONG)]
 
     def lives(self) -> dict[tuple[str, int], list[LookRecord]]:
-        """Looks at each life of each process, from when it was first healthy on."""
+        """Looks at each life of each process, from when it was first healthy on.
+
+        What was killed has threads until its parent has asked for them, but no memory any more.
+        """
         lives: defaultdict[tuple[str, int], list[LookRecord]] = defaultdict(list)
         for look in self.of(LookRecord):
+            if not look.rss_mib:
+                continue
             if look.is_healthy or (look.name, look.life) in lives:
                 lives[look.name, look.life].append(look)
         return dict(lives)

@@ -206,6 +206,14 @@ def test_growth_counts_for_the_life_that_lasted_until_the_end() -> None:
     assert judge(results(*died_with_many)).is_pass
 
 
+def test_a_look_at_what_was_just_killed_is_none_at_its_life() -> None:
+    killed = replace(look("decode-0", 208.0, fds=0, threads=3), rss_mib=0.0)
+    assert judge(results(look("decode-0", 205.0, fds=51), killed)).text == "PASS"
+    found = results(look("decode-0", 205.0, fds=51 + MOST_NEW_FDS), killed)
+    assert found.lives()["decode-0", 1][-1].at_s == 205.0
+    assert "more open files" in judge(found).reasons[0]
+
+
 def test_a_restart_under_load_hides_no_growth_behind_the_files_of_that_load() -> None:
     router = [
         look("router", 100.0, life=2, fds=130),
