@@ -137,8 +137,8 @@ class Holder:
 
     def lift_soon(self, request_id: str) -> None:
         """Nothing of this request's push can be written any more. Any thread."""
-        if self._quarantine_soon.pop(request_id, None) is None:
-            self._let_go += self._quarantine.pop(_push_key(request_id), [])
+        self._quarantine_soon.pop(request_id, None)
+        self._let_go += self._quarantine.pop(_push_key(request_id), [])
 
     def _apply_quarantines(self) -> None:
         for request_id, block_ids in self._quarantine_soon.items():

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.clock import now_s
 from kvshuttle.connector.asking import Asked, Asking
-from kvshuttle.connector.readings import HISTORY, Load, Reading, direction_of
+from kvshuttle.connector.outcomes import LOADED, tell_outcome
+from kvshuttle.connector.readings import INTERNAL_ERROR, Load, Reading, direction_of
 from kvshuttle.connector.step_metadata import FailedLoad, PushExpectation, ReadOrder, StepMetadata
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import (
-    Fact,
     FailLoad,
     FetchLimits,
     LoadAdmitted,
@@ -39,7 +39,6 @@ from kvshuttle.handoff.intake_protocol import (
     FailPush,
     LiftQuarantine,
     PushLimits,
-    PushOutcome,
     Quarantine,
     SourceFailed,
 )
@@ -48,34 +47,21 @@ from kvshuttle.ids import Handle, mint
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Container
+    from collections.abc import Callable, Container
 
     from kvshuttle.blocks import TokenChain
     from kvshuttle.config import ConnectorConfig
     from kvshuttle.connector.asking import Subject
     from kvshuttle.connector.holder import Holder
     from kvshuttle.connector.pace import Pace
-    from kvshuttle.connector.readings import EngineClock
+    from kvshuttle.connector.readings import Actions, EngineClock
     from kvshuttle.connector.stats import ShuttleStats
     from kvshuttle.handoff.cards import EngineCard
-    from kvshuttle.handoff.fetch_protocol import Action
-    from kvshuttle.handoff.intake_protocol import IntakeAction, IntakeFact
+    from kvshuttle.handoff.intake_protocol import IntakeFact
     from kvshuttle.handoff.messages import Message
     from kvshuttle.transport.side_channel import SideChannelThread
 
 logger = logging.getLogger(__name__)
-
-_LOADED = {Outcome.READ_OK, PushOutcome.RECEIVED}
-"""Outcomes that mean that the tokens are here."""
-_SERVED = _LOADED | {
-    Outcome.FULL_LOCAL_HIT,
-    Outcome.LOCAL_COVERS_VERIFIED,
-    Outcome.BELOW_THRESHOLD,
-    PushOutcome.FULL_LOCAL_HIT,
-    PushOutcome.BELOW_THRESHOLD,
-}
-"""Outcomes that are as planned; every other one means that the prompt is recomputed, which is worth a line."""
-_ABORTED = {Outcome.ABORTED, PushOutcome.ABORTED}
 
 
 class Reader:
@@ -136,8 +122,9 @@ class Reader:
             return
         reading = Reading(request_id, self._machine(leg, chain), direction_of(leg))
         self._readings[request_id] = self._unsettled[request_id] = reading
-        if isinstance(reading.fetch, Fetch):
-            self._do(reading, reading.fetch.start(now_s()))
+        fetch = reading.fetch
+        if isinstance(fetch, Fetch):
+            self._drive(reading, lambda: fetch.start(now_s()), "start")
 
     def _machine(self, leg: DecodeLeg | History, chain: TokenChain) -> Fetch | Intake:
         limits = self._limits
@@ -185,9 +172,8 @@ class Reader:
         block_size_tokens = self._card.fingerprint.block_size_tokens
         end = num_blocks_for(reading.num_local_tokens + num_tokens, block_size_tokens)
         destination = block_ids[reading.num_local_tokens // block_size_tokens : end]
-        load = self._loads[request_id] = Load(reading, num_tokens, destination, now_s())
-        if not self._try_tell(reading, LoadAdmitted(reading.num_local_tokens, num_tokens, block_ids), at_s=now_s()):
-            self._fail(load, "internal_error")
+        self._loads[request_id] = Load(reading, num_tokens, destination, now_s())
+        self._tell_at(reading, LoadAdmitted(reading.num_local_tokens, num_tokens, block_ids), now_s())
 
     def decline(self, request_id: str) -> None:
         """vLLM admitted the request without a load, for the first or the n-th time."""
@@ -242,14 +228,17 @@ class Reader:
         if load is None:
             return False
         reading, is_ok = load.reading, not load.failure
-        if not reading.fetch.is_drained:
+        if not (reading.fetch.is_drained or reading.is_broken):
             # Workers call a read good only when they saw it complete within its budget, by the same clock; hence the
             # time that passed until this step, which may be long, says nothing.
             is_timed = self._clock.is_shared and math.isfinite(load.read_ends_at_s)
             judged_at_s = min(now_s(), load.read_ends_at_s) if is_timed else now_s()
-            self._try_tell(reading, ReadEnded(is_ok, load.failure), at_s=judged_at_s)
-        outcome = reading.fetch.outcome
-        if is_ok and outcome in _LOADED:
+            if not self._tell_at(reading, ReadEnded(is_ok, load.failure), judged_at_s) and not is_ok:
+                self._keep_out_of_use(load)
+        if reading.is_broken:
+            self._unsettled.pop(request_id, None)
+        outcome = INTERNAL_ERROR if reading.is_broken else reading.fetch.outcome
+        if is_ok and outcome in LOADED:
             self._note_loaded(reading, load, is_read=outcome is Outcome.READ_OK)
         elif is_ok and not reading.is_request_over:
             self._loads[request_id] = load
@@ -294,28 +283,60 @@ class Reader:
         deadline_at_s = reading.fetch.next_deadline_at_s()
         if deadline_at_s is None or deadline_at_s > now:
             return deadline_at_s
-        self._do(reading, reading.fetch.tick(now))
-        return reading.fetch.next_deadline_at_s()
+        is_well = self._drive(reading, lambda: reading.fetch.tick(now), "tick")
+        return reading.fetch.next_deadline_at_s() if is_well else None
 
     def incarnations_in_use(self) -> Container[str]:
         """Peers that something is being got from."""
         return {each.source.incarnation for each in self._unsettled.values()}
 
-    def _try_tell(self, reading: Reading, fact: Fact, *, at_s: float) -> bool:
-        try:
-            self._do(reading, reading.on(fact, at_s))
-        except Exception:
-            logger.exception("kvshuttle: %s: %r was not expected by %r", reading.request_id, fact, reading.fetch)
-            self._stats.count("internal_errors", type(fact).__name__)
-            reading.is_broken = True
-        return not reading.is_broken
-
     def tell(self, subject: Subject, fact: IntakeFact) -> None:
         """What happened to a reading."""
         assert isinstance(subject, Reading), subject
-        self._do(subject, subject.on(fact, now_s()))
+        self._tell_at(subject, fact, now_s())
 
-    def _do(self, reading: Reading, actions: tuple[Action | IntakeAction, ...]) -> None:
+    def _tell_at(self, reading: Reading, fact: IntakeFact, at_s: float) -> bool:
+        return self._drive(reading, lambda: reading.on(fact, at_s), type(fact).__name__)
+
+    def _drive(self, reading: Reading, move: Callable[[], Actions], name: str) -> bool:
+        """Have a machine move, and do what it wants. One that raises is a bug: it is left alone from then on.
+
+        Whatever calls this goes on, since it has other requests to look after. Returns whether the machine is well.
+        """
+        if reading.is_broken:
+            return False
+        try:
+            self._do(reading, move())
+        except Exception:
+            logger.exception("kvshuttle: %s: %r was not expected by %r", reading.request_id, name, reading.fetch)
+            self._stats.count("internal_errors", name)
+            self._give_up_on(reading)
+        return not reading.is_broken
+
+    def _give_up_on(self, reading: Reading) -> None:
+        """What vLLM waits for fails. What is lent ends by its lease, since nobody renews it."""
+        reading.is_broken = True
+        load = self._loads.get(reading.request_id)
+        if load is None:
+            self._unsettled.pop(reading.request_id, None)
+        elif math.isfinite(load.read_ends_at_s):
+            pass  # The workers read, and say when they are done.
+        elif isinstance(reading.fetch, Intake) and reading.fetch.claim is not None:
+            self._keep_out_of_use(load)
+            self._fail_push(load, INTERNAL_ERROR)
+        else:
+            self._fail(load, INTERNAL_ERROR)
+
+    def _keep_out_of_use(self, load: Load) -> None:
+        """Nobody will get to know when a push's holder has stopped writing to these blocks, so for good.
+
+        Before ``Proceed`` it does not write, and a machine that is left alone will not say it.
+        """
+        intake = load.reading.fetch
+        if isinstance(intake, Intake) and intake.claim is not None and not intake.claim.is_safe:
+            self._holder.quarantine_soon(load.reading.request_id, load.destination)
+
+    def _do(self, reading: Reading, actions: Actions) -> None:
         for action in actions:
             if isinstance(action, Asked):
                 self._asking.ask(reading, action)
@@ -325,7 +346,7 @@ class Reader:
                 self._holder.lift_soon(reading.request_id)
             else:
                 self._direct(self._loads[reading.request_id], action)
-        self._count_outcome(reading)
+        tell_outcome(reading, self._stats)
         if reading.fetch.is_drained:
             self._unsettled.pop(reading.request_id, None)
 
@@ -340,9 +361,7 @@ class Reader:
             case ExpectPush():
                 self.step.pushes.append(PushExpectation(request_id, action.registration_id, load.destination))
             case FailPush():
-                # Whether it has failed is for the workers to say: it may have arrived meanwhile.
-                reason = str(action.outcome)
-                self.step.failed_loads.append(FailedLoad(request_id, reason, load.destination, is_push=True))
+                self._fail_push(load, str(action.outcome))
 
     def _order(self, reading: Reading, action: StartRead) -> None:
         issued_at_s = now_s()
@@ -364,27 +383,6 @@ class Reader:
         load.failure = load.failure or reason
         self.step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination))
 
-    def _count_outcome(self, reading: Reading) -> None:
-        outcome = reading.fetch.outcome
-        if outcome is None or reading.is_counted:
-            return
-        reading.is_counted = True
-        if isinstance(reading.fetch, Fetch):
-            self._stats.count("transfers", reading.direction, str(outcome))
-        else:
-            self._count_push(reading.fetch, outcome)
-        if outcome not in _SERVED | _ABORTED:
-            text = (reading.request_id, outcome, reading.fetch.detail)
-            if reading.direction == HISTORY:
-                # An everyday thing: turns are kept for a time only.
-                logger.info("kvshuttle: %s is recomputed: %s %s", *text)
-            else:
-                logger.warning("kvshuttle: %s is recomputed: %s %s", *text)
-
-    def _count_push(self, intake: Intake, outcome: Outcome | PushOutcome) -> None:
-        """Where a fetch took over, both have an outcome."""
-        if intake.fallback is None or intake.claim is None or outcome is PushOutcome.RECEIVED:
-            self._stats.count("transfers", "push", str(outcome))
-        else:
-            self._stats.count("transfers", "push", str(intake.claim.why))
-            self._stats.count("transfers", "read", str(outcome))
+    def _fail_push(self, load: Load, reason: str) -> None:
+        """Whether it has failed is for the workers to say: it may have arrived meanwhile."""
+        self.step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination, is_push=True))

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from kvshuttle.handoff.params import DecodeLeg, Peer
 
 
+Actions = tuple["Action | IntakeAction", ...]
+"""What a machine wants done."""
+
+INTERNAL_ERROR = "internal_error"
+"""Why a load failed whose machine raised."""
 HISTORY = "history"
 """The direction of KV that comes back for a later turn."""
 
@@ -52,7 +57,7 @@ class Reading:
     is_counted: bool = False
     is_request_over: bool = False
     is_broken: bool = False
-    """The machine and vLLM disagree, which is a bug: nothing is offered any more."""
+    """The machine raised, which is a bug: it is told nothing any more, and nothing is offered."""
 
     @property
     def source(self) -> Peer:
@@ -64,7 +69,7 @@ class Reading:
         """The machine has ended."""
         return self.fetch.is_drained
 
-    def on(self, fact: IntakeFact, now_s: float) -> tuple[Action | IntakeAction, ...]:
+    def on(self, fact: IntakeFact, now_s: float) -> Actions:
         """Tell the machine."""
         if isinstance(self.fetch, Intake):
             return self.fetch.on(fact, now_s=now_s)

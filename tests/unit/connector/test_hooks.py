@@ -8,12 +8,14 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvshuttle.connector import connector as facade
 from kvshuttle.connector.connector import ShuttleConnector
-from kvshuttle.connector.readings import EngineClock
+from kvshuttle.connector.readings import EngineClock, Reading
 from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder, StepMetadata, WorkerReport
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
-from kvshuttle.handoff.fetch_protocol import Outcome
-from kvshuttle.handoff.messages import Acquired
-from kvshuttle.handoff.params import DecodeLeg, Peer, to_params
+from kvshuttle.handoff.fetch_protocol import Outcome, PeerFailed
+from kvshuttle.handoff.intake import Intake
+from kvshuttle.handoff.intake_protocol import BlocksArrived, RegisterAnswered, SendProceed, SendRegister
+from kvshuttle.handoff.messages import Acquired, Registered
+from kvshuttle.handoff.params import DecodeLeg, Mode, Peer, to_params
 from kvshuttle.transport.memory import MemoryFabric, MemoryTransport
 from support.vllm_engine import BLOCK_SIZE, EngineOptions, RankConnector, kv_cache_config, vllm_config
 
@@ -188,12 +190,12 @@ def test_nothing_is_passed_to_vllm_that_nobody_waits_for(scheduler):
 
 
 class Offered:
-    """A decode leg whose lease was granted, as the scheduler half sees it."""
+    """A decode leg as the scheduler half sees it; that of a pull has its lease."""
 
-    def __init__(self, scheduler):
+    def __init__(self, scheduler, mode=Mode.PULL):
         self.connector = scheduler
         self.half = scheduler._scheduler
-        leg = DecodeLeg("x-1", Peer("127.0.0.1:1", "source", "inc"))
+        leg = DecodeLeg("x-1", Peer("127.0.0.1:1", "source", "inc"), mode=mode)
         self.request = SimpleNamespace(
             request_id="r",
             kv_transfer_params=to_params(leg),
@@ -204,7 +206,8 @@ class Offered:
         )
         scheduler.on_new_request(self.request)
         self.reading = self.half._reader._readings["r"]
-        self.grant()
+        if mode is Mode.PULL:
+            self.grant()
 
     def grant(self, **changes):
         fields = {"lease_id": "l", "incarnation": "inc", "num_verified_tokens": 40, "block_ids": (1, 2, 3)}
@@ -262,6 +265,118 @@ def test_a_load_that_cannot_be_planned_fails_and_is_not_offered_again(offered, b
     assert offered.settle("internal_error") == {"r"}
     assert offered.offer() == (0, False)
     assert offered.connector.get_kv_connector_stats().data["internal_errors|LoadAdmitted"] == 1
+
+
+class Pushed(Offered):
+    """A decode leg whose blocks the holder was told of, and may write to once it has been told to proceed."""
+
+    def __init__(self, scheduler):
+        super().__init__(scheduler, mode=Mode.PUSH)
+        self.quarantined = []
+        self.reader = self.half._reader
+        self.reader._holder.quarantine_soon = lambda *what: self.quarantined.append(what)
+        self.asked = []
+        self.reader._asking.ask = lambda _, action: self.asked.append(type(action))
+        assert self.offer() == (40, True)
+        self.alloc(40)
+        assert self.asked == [SendRegister]
+
+    def proceed(self):
+        self.reader.tell(self.reading, RegisterAnswered(Registered("l", "inc", 30.0)))
+        assert self.asked.pop() is SendProceed
+
+    def break_at(self, name):
+        """Whatever the machine is told next, it raises."""
+        setattr(self.reading.fetch, name, lambda *_, **__: 1 / 0)
+
+
+@pytest.fixture
+def pushed(scheduler):
+    return Pushed(scheduler)
+
+
+def test_blocks_of_a_failed_push_stay_out_of_use_where_its_machine_raised_at_its_end(pushed):
+    pushed.proceed()
+    pushed.break_at("_on_load_ended")
+    assert pushed.settle("post_failed") == {"r"}
+    assert pushed.quarantined == [("r", (7, 8, 9))]
+    assert not pushed.reader._unsettled
+    assert pushed.offer() == (0, False)
+
+
+def test_a_machine_that_raised_before_its_holder_could_write_never_lets_it(pushed):
+    pushed.break_at("_on_load_ended")
+    assert pushed.settle("post_failed") == {"r"}
+    assert pushed.quarantined == []
+    pushed.reader.tell(pushed.reading, RegisterAnswered(Registered("l", "inc", 30.0)))
+    assert pushed.asked == [SendRegister]
+
+
+def test_a_push_whose_machine_raises_on_its_way_is_called_off_and_the_others_go_on(pushed):
+    pushed.proceed()
+    other = SimpleNamespace(reading=Reading("other", Heard(), "push"))
+    pushed.reader._loads["other"] = other
+    pushed.break_at("_after_claim")
+    pushed.reader.note_pushes({"r", "other"}, {})
+    assert pushed.quarantined == [("r", (7, 8, 9))]
+    [failed] = pushed.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})).failed_loads
+    assert failed == FailedLoad("r", "internal_error", (7, 8, 9), is_push=True)
+    assert other.reading.fetch.heard == [BlocksArrived()]
+    assert pushed.settle("internal_error") == {"r"}
+    assert pushed.connector.get_kv_connector_stats().data["internal_errors|BlocksArrived"] == 1
+
+
+class Heard(Intake):
+    """A machine that only listens."""
+
+    outcome, is_drained = None, False
+
+    def __init__(self):
+        self.heard = []
+
+    def on(self, fact, *, now_s):
+        self.heard.append(fact)
+        return ()
+
+    def tick(self, now_s):
+        self.heard.append(now_s)
+        return ()
+
+    def next_deadline_at_s(self):
+        return 0.0
+
+
+def test_a_push_that_arrived_whole_after_its_machine_raised_is_not_used(pushed):
+    pushed.proceed()
+    pushed.break_at("_after_claim")
+    pushed.reader.note_pushes({"r"}, {})
+    assert not pushed.settle()
+    assert pushed.settle("internal_error") == {"r"}
+
+
+def test_a_read_goes_on_without_its_machine_and_is_not_used(offered, monkeypatch):
+    offered.offer()
+    assert len(offered.alloc(40).reads) == 1
+    monkeypatch.setattr(offered.reading.fetch, "on", lambda *_, **__: 1 / 0)
+    offered.half._reader.tell(offered.reading, PeerFailed("gone"))
+    step = offered.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    assert step.failed_loads == []  # the workers say when they are done
+    assert not offered.settle()
+    step = offered.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    assert step.failed_loads == [FailedLoad("r", "internal_error", (7, 8, 9))]
+    assert offered.settle("internal_error") == {"r"}
+
+
+def test_a_machine_that_raises_holds_up_no_deadline_of_others_and_no_end_of_its_request(pushed):
+    other = Reading("other", Heard(), "push")
+    pushed.reader._unsettled["other"] = other
+    pushed.break_at("tick")
+    pushed.break_at("_on_request_ended")
+    deadline_at_s = pushed.reading.fetch.next_deadline_at_s()
+    pushed.reader.tick(deadline_at_s + 1.0)
+    assert other.fetch.heard == [deadline_at_s + 1.0]
+    pushed.reader.end("r")
+    assert "r" not in pushed.reader._readings
 
 
 def test_a_load_that_was_never_offered_is_not_waited_for_by_mistake(offered):
