@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.calibration import thresholds
 from kvshuttle.bench.markdown import NOTHING, machine_rows, pairs, table
-from kvshuttle.emulate.fit import largest_error
+from kvshuttle.emulate.fit import alike_chunks, largest_error
 from kvshuttle.handoff.break_even import MAX_THRESHOLD_TOKENS
 
 if TYPE_CHECKING:
@@ -54,7 +53,11 @@ def calibration_markdown(calibration: Calibration, profile: Profile, facts: Mapp
             f" {cost.per_token_squared_ms:g} ms for each square of tokens; largest error"
             f" {largest_error(cost, calibration.chunks):.1%}.",
             _prefill_table(calibration, profile),
-            *(["One token: what the decode engine computes of a prompt that it was handed."] if is_resumed else []),
+            *(
+                ["One token: what the decode engine computes of a prompt that it was handed, of any length."]
+                if is_resumed
+                else []
+            ),
             "## Decode steps",
             "Milliseconds, by requests at a time and by their context.",
             _decode_table(profile),
@@ -70,9 +73,6 @@ def calibration_markdown(calibration: Calibration, profile: Profile, facts: Mapp
 
 
 def _prefill_table(calibration: Calibration, profile: Profile) -> str:
-    alike: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for chunk in calibration.chunks:
-        alike[chunk.before, chunk.num_tokens].append(chunk.took_ms)
     rows = [
         [
             str(before),
@@ -81,7 +81,7 @@ def _prefill_table(calibration: Calibration, profile: Profile) -> str:
             f"{profile.prefill.step_ms([(before, num)]):.1f}",
             f"{num / median(times) * 1000:,.0f}",
         ]
-        for (before, num), times in sorted(alike.items())
+        for (before, num), times in sorted(alike_chunks(calibration.chunks).items())
     ]
     return table(["Tokens before", "Tokens", "Measured, ms", "Fitted, ms", "Tokens/s"], rows)
 

@@ -56,7 +56,7 @@ def fit_prefill(chunks: Sequence[TimedChunk]) -> PrefillCost:
     Chunks of one token, which a decode engine computes of each prompt that it was handed, count as alike all together.
     Raises ``ConfigError`` with fewer than three kinds of chunks.
     """
-    alike = _alike(chunks)
+    alike = alike_chunks(chunks)
     if len(alike) < 3:
         raise ConfigError(f"prompt_tokens: three lengths of prompts tell a cost, {len(alike)} were measured; give more")
     rows, ones = [], []
@@ -69,7 +69,7 @@ def fit_prefill(chunks: Sequence[TimedChunk]) -> PrefillCost:
 
 def largest_error(cost: PrefillCost, chunks: Sequence[TimedChunk]) -> float:
     """Of the medians of chunks alike, as a fraction of them."""
-    return max(abs(cost.step_ms([place]) / median(times) - 1) for place, times in _alike(chunks).items())
+    return max(abs(cost.step_ms([place]) / median(times) - 1) for place, times in alike_chunks(chunks).items())
 
 
 def decode_table(steps: Mapping[tuple[int, int], Sequence[Sequence[float]]]) -> DecodeCost:
@@ -94,8 +94,8 @@ def decode_table(steps: Mapping[tuple[int, int], Sequence[Sequence[float]]]) -> 
     return DecodeCost(batches, contexts, rows)
 
 
-def _alike(chunks: Sequence[TimedChunk]) -> dict[tuple[int, int], list[float]]:
-    """Milliseconds by (tokens before, tokens in it)."""
+def alike_chunks(chunks: Sequence[TimedChunk]) -> dict[tuple[int, int], list[float]]:
+    """Milliseconds by (tokens before, tokens in it); chunks of one token all together, behind a median of tokens."""
     singles = [chunk.before for chunk in chunks if chunk.num_tokens == 1]
     alike: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for chunk in chunks:

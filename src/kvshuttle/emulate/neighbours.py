@@ -40,7 +40,8 @@ class Neighbours:
     def of(cls, model_dir: Path) -> Neighbours:
         """Of this worker process, among engines that run the model in ``model_dir``.
 
-        Workers of one engine have one parent; containers that share the directory may give processes the same ids.
+        Workers of one engine have one parent, as have engine cores behind one API server, which count as one then.
+        Containers that share the directory may give processes the same ids; hosts must not share it.
         """
         return cls(model_dir / _FILE, Path("/proc/self/ns/pid").stat().st_ino << _PID_BITS | os.getppid())
 
