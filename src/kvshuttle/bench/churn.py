@@ -25,6 +25,7 @@ from kvshuttle.bench.router_calls import wait_for_pair
 from kvshuttle.bench.router_log import read_request_lines
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE, TOKENIZER_DIR
 from kvshuttle.clock import now_s
+from kvshuttle.emulate.profile import load_profile
 from kvshuttle.errors import ConfigError, LaunchFailed, TransportError
 from kvshuttle.launcher.fleet import Fleet
 
@@ -74,8 +75,9 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     out_dir.mkdir(parents=True, exist_ok=True)
     if (out_dir / RECORDS_FILE).exists():
         raise ConfigError(f"--out: {out_dir} holds a run already, which cannot go on; choose another directory")
-    profile = write_model(plan, out_dir / "model")
+    load_profile(plan.profile)  # before the directory is this plan's
     claim(plan, out_dir)
+    profile = write_model(plan, out_dir / "model")
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
     fleet_plan = plan_churn_fleet(plan, out_dir / "model", profile.geometry.dtype)

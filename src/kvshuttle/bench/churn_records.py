@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvshuttle.bench.record_file import read_whole_lines
+from kvshuttle.bench.record_file import append_records, read_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +140,6 @@ class EndRecord(msgspec.Struct, frozen=True, tag="end", kw_only=True):
 
 Record = AskRecord | RoutedRecord | WindowRecord | OutageRecord | LookRecord | RestRecord | EndRecord
 
-_ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
@@ -153,11 +152,10 @@ class Journal:
 
     def write(self, *records: Record) -> None:
         """Append, whole lines at once."""
-        data = b"".join(_ENCODER.encode(record) + b"\n" for record in records)
-        with self._lock, self.path.open("ab") as file:
-            file.write(data)
+        with self._lock:
+            append_records(self.path, records)
 
 
 def read_churn_records(path: Path) -> list[Record]:
-    """All records; a line that was cut off is left out. Compressed ones are read where there are no others."""
-    return [_DECODER.decode(line) for line in read_whole_lines(path)]
+    """All records, as ``read_all`` reads them."""
+    return read_all(path, _DECODER)

@@ -15,12 +15,13 @@ from kvshuttle.bench.fleets import ARRANGEMENTS, plan_engines, plan_front, wante
 from kvshuttle.bench.grid_cells import Standing
 from kvshuttle.bench.grid_figures import PREFILL_NAME
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
-from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, append_cell, read_cells
+from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, read_cells
 from kvshuttle.bench.inspection import save_metrics
 from kvshuttle.bench.load import LoadGenerator, write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.real_engines import RealModel, plan_real_engines
+from kvshuttle.bench.record_file import append_records
 from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE, TOKENIZER_DIR
 from kvshuttle.bench.systems import MODEL_NAME, Places
 from kvshuttle.bench.turns_fleet import Host
@@ -69,7 +70,7 @@ class _Run:
 
     def write(self, system: GridSystem, cell: GridCell, record: CellRecord) -> None:
         """Write a cell down and tell of it."""
-        append_cell(self.cells_path, record)
+        append_records(self.cells_path, [record])
         self.waiting.remove((system, cell))
         self.num_done += 1
         self.done_s += self._expected_s(cell)

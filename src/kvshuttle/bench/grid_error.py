@@ -35,12 +35,17 @@ def error_section(results: GridResults) -> Section | None:
             rows.append([*place, str(emulated), *_compared(both, "ttft_s"), *_compared(both, "tpot_s")])
     if not rows:
         return None
+    has_contention = "contention" in results.facts.get("profile", {})
     return Section(
         "The emulator's own error",
         f"Medians at the client in milliseconds, the same lengths and arrivals: {results.plan.model} computing, with"
         f" --dtype {results.plan.dtype}; its profile {results.plan.profile}, emulated; emulated by computing, and how"
         " far that is off. A pass that computes takes its core, an emulated one sleeps: of what others do meanwhile it"
-        " knows what the profile says of contention.",
+        + (
+            " knows what its profile says of contention."
+            if has_contention
+            else " knows nothing: its profile has no [contention]."
+        ),
         ("In", "Out", "Slots", "Rate", "System", *_heads("TTFT"), *_heads("TPOT")),
         rows,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvshuttle.bench.grid_plan import GridCell
+from kvshuttle.bench.record_file import read_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,29 +99,12 @@ class CellRecord(msgspec.Struct, frozen=True):
         return [] if self.error else [request for request in self.requests if not request.error]
 
 
-_ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(CellRecord)
 
 
-def append_cell(path: Path, record: CellRecord) -> None:
-    """Append one line."""
-    with path.open("ab") as file:
-        file.write(_ENCODER.encode(record) + b"\n")
-
-
 def read_cells(path: Path) -> list[CellRecord]:
-    """All records; of a cell that was run again the last one. A line that was cut off is left out.
-
-    Published runs keep their records compressed: where ``path`` is not there, ``path.gz`` is read.
-    """
-    packed = path.with_name(f"{path.name}.gz")
-    if path.exists():
-        data = path.read_bytes()
-    elif packed.exists():
-        data = gzip.decompress(packed.read_bytes())
-    else:
-        return []
-    records = [_DECODER.decode(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    """All records, as ``read_all`` reads them; of a cell that was run again the last one."""
+    records = read_all(path, _DECODER)
     return list({(record.system, record.cell): record for record in records}.values())
 
 

@@ -22,7 +22,7 @@ from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.record_file import append_records
-from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, resume_records
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.systems import SYSTEMS, Places, Protocol, System, plan_pair
 from kvshuttle.bench.tracer import Tracer
@@ -71,7 +71,7 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
     out_dir.mkdir(parents=True, exist_ok=True)
     profile = effective_profile(plan)
     claim(plan, out_dir)
-    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in read_records(out_dir / RECORDS_FILE)}
+    done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in resume_records(out_dir / RECORDS_FILE)}
     write_facts(out_dir / FACTS_FILE, profile, is_continued=bool(done))
     places = Places(out_dir / "model", out_dir / "traces")
     write_model_dir(places.model_dir, profile, max_model_len=plan.max_model_len)

@@ -88,14 +88,19 @@ class HandoffPlan:
     def __post_init__(self) -> None:
         for name in self.systems:
             if name not in tuple(SystemName):
-                raise ConfigError(f"--systems: one of {', '.join(SystemName)}, got {name!r}")
+                raise ConfigError(f"--system: one of {', '.join(SystemName)}, got {name!r}")
         for option in ("prompt_tokens", "concurrency", "background"):
             lowest = 0 if option == "background" else 1
             if not getattr(self, option) or any(_whole(text) < lowest for text in getattr(self, option)):
                 raise ConfigError(
                     f"--{option.replace('_', '-')}: whole numbers from {lowest} on, got {getattr(self, option)}"
                 )
-        for option in ("time_scale", "bytes_scale", "repeats", "chunk_tokens", "output_tokens", "kv_cache_gib"):
+            if len({int(text) for text in getattr(self, option)}) < len(getattr(self, option)):
+                raise ConfigError(f"--{option.replace('_', '-')}: each number once, got {getattr(self, option)}")
+        for option in (
+            "time_scale", "bytes_scale", "repeats", "chunk_tokens", "output_tokens", "kv_cache_gib",
+            "startup_timeout_s",
+        ):  # fmt: skip
             if not getattr(self, option) > 0:
                 raise ConfigError(f"--{option.replace('_', '-')}: a number above 0, got {getattr(self, option)}")
 
@@ -129,4 +134,4 @@ BACKGROUND_TOKENS = 2048
 
 
 def _whole(text: str) -> int:
-    return int(text) if text.isdigit() else -1
+    return int(text) if text.isdecimal() else -1

@@ -95,7 +95,9 @@ def claim(plan: P, out_dir: Path) -> P:
         both = {name: {*getattr(earlier, name), *getattr(plan, name)} for name in plan.growing}
         grown = {name: tuple(value for value in plan.growing[name] if value in both[name]) for name in both}
         plan = replace(plan, **grown)
-    path.write_text(json.dumps({_BENCHMARK_KEY: plan.benchmark, **mapping_of(plan)}, indent=1) + "\n")
+    written = path.with_name(f"{path.name}.part")
+    written.write_text(json.dumps({_BENCHMARK_KEY: plan.benchmark, **mapping_of(plan)}, indent=1) + "\n")
+    written.replace(path)
     return plan
 
 
@@ -103,7 +105,10 @@ def read_plan(kind: type[P], out_dir: Path) -> P:
     """The plan of a run's directory. Raises ``OSError`` when there is none, ``ConfigError`` when it cannot be read."""
     values = _read(out_dir)
     values.pop(_BENCHMARK_KEY, None)
-    return kind.from_mapping(values)
+    try:
+        return kind.from_mapping(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--out: {out_dir / PLAN_FILE} is no plan of this benchmark: {error}") from error
 
 
 def benchmark_in(out_dir: Path) -> Benchmark:
@@ -116,5 +121,11 @@ def benchmark_in(out_dir: Path) -> Benchmark:
 
 
 def _read(out_dir: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((out_dir / PLAN_FILE).read_text())
+    path = out_dir / PLAN_FILE
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"--out: {path} is no plan: {error}; choose another directory") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--out: {path} is no plan, but {values!r}; choose another directory")
     return values

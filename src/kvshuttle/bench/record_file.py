@@ -1,11 +1,15 @@
-"""A run's records on disk: JSON lines, one whole cell after the other."""
+"""A run's records on disk: JSON lines, whatever the benchmark."""
 
 from __future__ import annotations
 
 import gzip
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import os
+import zlib
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
+
+from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -25,33 +29,74 @@ class OfCell(Protocol):
 
 
 R = TypeVar("R", bound=OfCell)
+V = TypeVar("V")
 
 _ENCODER = msgspec.json.Encoder()
 
 
-def append_records(path: Path, records: Sequence[OfCell]) -> None:
-    """Append, all at once: a run that is cut off leaves whole cells or, at worst, one broken line at the end."""
-    with path.open("ab") as file:
+def append_records(path: Path, records: Sequence[Any]) -> None:
+    """Append, all at once: a run that is cut off leaves one broken line at worst, which the next call takes away."""
+    with path.open("ab+") as file:
+        _cut_broken_line(file)
         file.write(b"".join(_ENCODER.encode(record) + b"\n" for record in records))
 
 
 def read_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
     """All records of finished cells; those of a cell that was cut off are left out, since it is run again.
 
-    Published runs keep their records compressed: where ``path`` is not there, ``path.gz`` is read.
+    Published runs keep their records compressed: where ``path`` is not there, ``path.gz`` is read. Raises
+    ``ConfigError`` as ``read_all`` does.
     """
-    records = [decoder.decode(line) for line in read_whole_lines(path)]
+    records = read_all(path, decoder)
     done = {record.cell_key for record in records if record.ends_cell}
     return [record for record in records if record.cell_key in done]
 
 
-def read_whole_lines(path: Path) -> list[bytes]:
-    """The lines of ``path``, or of ``path.gz`` where that is not there; a line that was cut off is left out."""
-    packed = path.with_name(f"{path.name}.gz")
+def resume_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
+    """The same for a run that goes on, which takes the others out of the file: their cells are written again."""
+    finished = read_finished(path, decoder)
     if path.exists():
-        data = path.read_bytes()
-    elif packed.exists():
-        data = gzip.decompress(packed.read_bytes())
-    else:
-        return []
+        kept = path.with_name(f"{path.name}.part")
+        kept.unlink(missing_ok=True)
+        append_records(kept, finished)
+        kept.replace(path)
+    return finished
+
+
+def read_all(path: Path, decoder: msgspec.json.Decoder[V]) -> list[V]:
+    """The records in ``path``, or in ``path.gz`` where that is not there; a last line that was cut off is left out.
+
+    Raises ``ConfigError`` naming the file, and the line that is no record.
+    """
+    records = []
+    for number, line in enumerate(_whole_lines(path), start=1):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"--out: {path}, line {number}: {error}; take that line out") from error
+    return records
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    packed = path.with_name(f"{path.name}.gz")
+    try:
+        if path.exists():
+            data = path.read_bytes()
+        elif packed.exists():
+            data = gzip.decompress(packed.read_bytes())
+        else:
+            return []
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"--out: the records of {path.parent} cannot be read: {error}") from error
     return data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def _cut_broken_line(file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return
+    file.seek(size - 1)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvshuttle.bench.record_file import read_finished
+from kvshuttle.bench.record_file import read_finished, resume_finished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,3 +83,8 @@ _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 def read_records(path: Path) -> list[Record]:
     """All records of finished cells in a run's file, or in the same one compressed."""
     return read_finished(path, _DECODER)
+
+
+def resume_records(path: Path) -> list[Record]:
+    """The same for a run that goes on: ``resume_finished``."""
+    return resume_finished(path, _DECODER)

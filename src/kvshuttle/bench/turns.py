@@ -36,8 +36,9 @@ from kvshuttle.bench.turns_fleet import (
 )
 from kvshuttle.bench.turns_pair import RunningPair
 from kvshuttle.bench.turns_plan import Answers, ClientName, EngineSetting, PrefillCache, TurnsCell, TurnsPlan
-from kvshuttle.bench.turns_records import Record, TurnRecord, TurnsCellDone, read_turn_records
+from kvshuttle.bench.turns_records import Record, TurnRecord, TurnsCellDone, read_turn_records, resume_turn_records
 from kvshuttle.clock import now_s
+from kvshuttle.emulate.profile import load_profile
 from kvshuttle.errors import TransportError
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
@@ -82,13 +83,15 @@ def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     if plan.profile:
+        load_profile(plan.profile)  # before the directory is this plan's
+        claim(plan, out_dir)
         subject = emulated_subject(plan, out_dir / "model")
     else:
         model = find_model(plan.model, cache_dir_from(env), env=env, report=say)
         subject = real_subject(plan, model)
-    claim(plan, out_dir)
+        claim(plan, out_dir)
     host = Host(this_machine(), free_ports(random.Random()), sys.executable)
-    done = {record.cell for record in read_turn_records(out_dir / RECORDS_FILE)}
+    done = {record.cell for record in resume_turn_records(out_dir / RECORDS_FILE)}
     write_facts(out_dir / FACTS_FILE, subject.profile, is_continued=bool(done))
     waiting = [cell for cell in plan.cells if cell.name not in done]
     run = _Run(plan, subject, host, out_dir, env, say, Countdown(len(waiting)))

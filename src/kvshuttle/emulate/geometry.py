@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kvshuttle.errors import ConfigError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LARGEST_SCALE = 1e6
 _HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those that the attention backend of vLLM's CPU build can lay out."""
 
@@ -27,7 +28,7 @@ class Geometry:
                 raise ConfigError(f"geometry.{name}: a whole number above 0, got {value!r}")
         if self.head_dim not in _HEAD_SIZES:
             raise ConfigError(f"geometry.head_dim: one of {', '.join(map(str, _HEAD_SIZES))}, got {self.head_dim}")
-        if self.dtype not in _DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in _DTYPE_BYTES:
             raise ConfigError(f"geometry.dtype: one of {', '.join(_DTYPE_BYTES)}, got {self.dtype!r}")
 
     @property
@@ -37,6 +38,6 @@ class Geometry:
 
     def scaled(self, bytes_scale: float) -> Geometry:
         """The same with about ``bytes_scale`` times the bytes: fewer or more layers, at least one."""
-        if not bytes_scale > 0:
-            raise ConfigError(f"bytes_scale: a number above 0, got {bytes_scale!r}")
+        if not 0 < bytes_scale <= _LARGEST_SCALE:
+            raise ConfigError(f"bytes_scale: a number above 0, up to {_LARGEST_SCALE:g}, got {bytes_scale!r}")
         return replace(self, num_layers=max(1, round(self.num_layers * bytes_scale)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -138,7 +138,7 @@ def load_profile(name: str) -> Profile:
         raise ConfigError(
             f"profile: no {name!r}; known are {', '.join(profile_names())}, or give a path that ends in .toml"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # what is no TOML, or no path, is a ValueError
         raise ConfigError(f"profile: {path}: {error}") from error
     try:
         return parse_profile(values)
@@ -257,7 +257,7 @@ def _times(field: str, value: Any) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from importlib import metadata
@@ -40,16 +39,17 @@ def usable_cores() -> tuple[int, ...]:
 def usable_gpus(num_gpus: int, visible: str | None) -> tuple[str, ...]:
     """GPUs as CUDA names them: by number, or as ``visible`` has them, the value of ``CUDA_VISIBLE_DEVICES``.
 
-    None for unset. As for CUDA, what stands behind the first entry that names no GPU does not count.
+    None for unset. As for CUDA, what stands behind the first entry that names no GPU, or one again, does not count.
     """
     if visible is None or num_gpus == 0:
         return tuple(str(index) for index in range(num_gpus))
-    names = (name.strip() for name in visible.split(","))
-    return tuple(itertools.takewhile(lambda name: _names_gpu(name, num_gpus), names))
-
-
-def _names_gpu(name: str, num_gpus: int) -> bool:
-    return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < num_gpus)
+    found: list[str] = []
+    for name in (each.strip() for each in visible.split(",")):
+        is_known = name in map(str, range(num_gpus)) or name[:4] in ("GPU-", "MIG-")
+        if not is_known or name in found:
+            break
+        found.append(name)
+    return tuple(found)
 
 
 def free_ports(rng: random.Random, host: str = LOOPBACK) -> Iterator[int]:

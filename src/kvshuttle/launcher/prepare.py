@@ -87,15 +87,16 @@ def _check_plan(config: LauncherConfig, machine: Machine, around: Surroundings) 
 
 def _check_files(around: Surroundings) -> None:
     """Make the directories of the logs and the state file, and try to write there."""
-    _check_directory("--log-dir", around.log_dir)
+    check_directory("--log-dir", around.log_dir)
     if around.state_path is None:
         return
-    _check_directory("--state", around.state_path.parent)
+    check_directory("--state", around.state_path.parent)
     if around.state_path.is_dir():
         raise ConfigError(f"--state: {around.state_path} is a directory; give a file")
 
 
-def _check_directory(option: str, directory: Path) -> None:
+def check_directory(option: str, directory: Path) -> None:
+    """Make a directory that is to be written to. Raises ``ConfigError`` naming ``option`` when that cannot be."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -11,9 +11,10 @@ from kvshuttle.bench.figures import handoff_records, intervals, percentile
 from kvshuttle.bench.handoff_report import Results, markdown, ratio
 from kvshuttle.bench.legs import Driven
 from kvshuttle.bench.plan import Cell, HandoffPlan, SystemName
-from kvshuttle.bench.plan_file import mapping_of
+from kvshuttle.bench.plan_file import claim, mapping_of
 from kvshuttle.bench.record_file import append_records
-from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
+from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records, resume_records
+from kvshuttle.cli import main
 from kvshuttle.emulate.trace import Pass, PassedRequest
 from kvshuttle.errors import ConfigError
 
@@ -167,6 +168,47 @@ def test_records_of_cells_that_were_cut_off_are_measured_again(tmp_path: Path) -
     with path.open("ab") as file:
         file.write(b'{"type":"han')
     assert read_records(path) == whole
+    # A run that goes on counts nothing twice, and glues nothing to the broken line.
+    assert resume_records(path) == whole
+    assert path.read_bytes().count(b"\n") == len(whole)
+    again = [handoff("shuttle-push", 0.02, tokens=1024), CellDone("shuttle-push", 1024, 1, 0)]
+    append_records(path, again)
+    assert read_records(path) == [*whole, *again]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("records.jsonl", b"nonsense\n", r"--out: .*records\.jsonl, line 2: .*; take that line out"),
+        ("records.jsonl", b'{"type":"unheard of"}\n', r"records\.jsonl, line 2: "),
+        ("records.jsonl.gz", b"no gzip", "--out: the records of .* cannot be read: "),
+        ("records.jsonl.gz", gzip.compress(b"x" * 100)[:20], "--out: the records of .* cannot be read: "),
+    ],
+)
+def test_records_that_are_none_are_told_with_their_place(name: str, data: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    if name == path.name:
+        append_records(path, [CellDone("shuttle-push", 4096, 1, 0)])
+    with (tmp_path / name).open("ab") as file:
+        file.write(data)
+    with pytest.raises(ConfigError, match=told):
+        read_records(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', '{"benchmark": "handoff", "systems": 3}'])
+def test_a_plan_file_that_holds_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--out: .*plan\.json is no plan"):
+        claim(HandoffPlan(), tmp_path)
+    assert (tmp_path / "plan.json").read_text() == text
+
+
+@pytest.mark.parametrize("command", ["handoff", "turns", "churn", "calibrate", "run quick", "report"])
+def test_a_directory_that_is_a_file_is_refused(command: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["bench", *command.split(), "--out", str(tmp_path / "file" / "run")]) == 2
+    assert capsys.readouterr().err.startswith("kvshuttle: --out: ")
 
 
 def test_compressed_records_are_read_like_others(tmp_path: Path) -> None:
@@ -181,10 +223,13 @@ def test_compressed_records_are_read_like_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        ({"systems": ("shuttle-push", "magic")}, "--systems: one of shuttle-push, .*, got 'magic'"),
+        ({"systems": ("shuttle-push", "magic")}, "--system: one of shuttle-push, .*, got 'magic'"),
         ({"prompt_tokens": ("1k",)}, "--prompt-tokens: whole numbers from 1 on"),
         ({"concurrency": ("0",)}, "--concurrency: whole numbers from 1 on"),
         ({"background": ()}, "--background: whole numbers from 0 on"),
+        ({"prompt_tokens": ("1024", "01024")}, "--prompt-tokens: each number once"),
+        ({"concurrency": ("²",)}, "--concurrency: whole numbers from 1 on"),
+        ({"startup_timeout_s": 0.0}, "--startup-timeout-s: a number above 0"),
         ({"time_scale": 0.0}, "--time-scale: a number above 0, got 0.0"),
         ({"repeats": 0}, "--repeats: a number above 0, got 0"),
     ],

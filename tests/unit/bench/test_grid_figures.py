@@ -8,7 +8,8 @@ import pytest
 
 from kvshuttle.bench.answers import expected_text, normal_text
 from kvshuttle.bench.grid_figures import drift, fairness, served_in_order, served_requests, step_pace, wrong_prompts
-from kvshuttle.bench.grid_records import NOT_KNOWN, StepPace, append_cell, read_cells
+from kvshuttle.bench.grid_records import NOT_KNOWN, StepPace, read_cells
+from kvshuttle.bench.record_file import append_records
 from kvshuttle.emulate.pattern import prefix_sums, prompt_key
 from support.grid_values import KEYS, NUM_OUTPUT_TOKENS, answer_to, cell_record, forward, load_result, served
 
@@ -161,8 +162,10 @@ def test_a_cell_that_was_run_again_counts_once_and_a_torn_line_not_at_all(tmp_pa
     first, again = (cell_record("plain", [served(ttft_s)]) for ttft_s in (0.5, 0.7))
     other = cell_record("plain", [served()], rate=8.0, error="wrong KV in 1 requests")
     for record in (first, other, again):
-        append_cell(path, record)
+        append_records(path, [record])
     with path.open("ab") as file:
         file.write(b'{"system": "pla')
     assert read_cells(path) == [again, other]
+    append_records(path, [first])
+    assert read_cells(path) == [first, other]
     assert other.served == []

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 from msgspec.structs import replace
 
-from kvshuttle.bench.grid_records import append_cell
 from kvshuttle.bench.grid_report import report_sections
 from kvshuttle.bench.grid_results import GridResults
 from kvshuttle.bench.plan_file import claim
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.bench.grid_plan import GridPlan
     from kvshuttle.bench.grid_records import CellRecord
+from kvshuttle.bench.record_file import append_records
 
 FACTS = {
     "date": "2026-01-02",
@@ -167,7 +167,7 @@ def test_a_report_is_written_from_a_directory_and_from_a_compressed_one(tmp_path
     claim(PLAN, tmp_path)
     (tmp_path / "facts.json").write_text(json.dumps(FACTS))
     for record in RECORDS:
-        append_cell(tmp_path / "cells.jsonl", record)
+        append_records(tmp_path / "cells.jsonl", [record])
     assert main(["bench", "report", "--out", str(tmp_path)]) == 0
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     assert svgs_of(page)
