@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvshuttle.config.checks import is_duration, is_int
 from kvshuttle.errors import ConfigError
@@ -61,19 +61,27 @@ class EngineSpec:
     def parse(cls, text: str, role: EngineRole, index: int) -> EngineSpec:
         """From ``http://host:port,side_host:side_port``, as on the command line. Raises ``ConfigError``."""
         url_text, comma, side_address = text.strip().partition(",")
-        url = urlsplit(url_text)
         example = f"write http://127.0.0.1:8100,127.0.0.1:14579 instead of {text!r}"
         try:
-            port, side = url.port, urlsplit(f"//{side_address}")
-            is_side_good = bool(comma and side.hostname and side.port) and not side.path
+            url, side = urlsplit(url_text), urlsplit(f"//{side_address.strip()}")
+            port, is_bare = url.port, url.port != 0 and _is_host_and_port(url)
+            is_side_good = bool(comma and side.port and _is_host_and_port(side)) and not side.path
         except ValueError as error:
             raise ConfigError(f"{role} engine: {error}; {example}") from error
-        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query:
+        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or not is_bare:
             raise ConfigError(f"{role} engine: the URL is scheme, host and port only; {example}")
         if not is_side_good:
             raise ConfigError(f"{role} engine: the side channel's host:port is missing or malformed; {example}")
         is_tls = url.scheme == "https"
         return cls(f"{role}-{index}", role, url.hostname, port or (443 if is_tls else 80), is_tls, side_address.strip())
+
+
+def _is_host_and_port(url: SplitResult) -> bool:
+    """Whether there is no user, query or fragment. Raises ``ValueError`` for a host that no name can have."""
+    host = url.hostname or ""
+    host.encode("idna")
+    is_plain = not (url.username or url.password or url.query or url.fragment)
+    return bool(host) and is_plain and not any(letter.isspace() for letter in url.netloc)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def is_port_free(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except (OSError, UnicodeError):  # the latter for names that DNS cannot hold
+        except (OSError, UnicodeError, TypeError):  # the latter two for names that DNS cannot hold
             return False
     return True
 

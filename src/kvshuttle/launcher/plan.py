@@ -317,6 +317,9 @@ def _mentions(args: tuple[str, ...], switch: str) -> bool:
     return any(arg.replace("_", "-").removeprefix("--").removeprefix("no-") == switch for arg in args)
 
 
+_MOST_DIGITS = 10
+
+
 def _int_arg(args: tuple[str, ...], names: tuple[str, ...]) -> int:
     """The last value of an integer option among vLLM arguments, 1 when absent or not a number (vLLM will say so)."""
     value = "1"
@@ -324,4 +327,4 @@ def _int_arg(args: tuple[str, ...], names: tuple[str, ...]) -> int:
         name, equals, attached = arg.partition("=")
         if name in names:
             value = attached if equals else next(iter(args[index + 1 :]), "1")
-    return int(value) if value.isdigit() and int(value) > 0 else 1
+    return int(value) if value.isdecimal() and len(value) < _MOST_DIGITS and int(value) > 0 else 1

@@ -109,8 +109,12 @@ def find_model(model: str, cache_dir: Path, *, env: Mapping[str, str], report: C
     """A directory, or the name of a model that vLLM fetches itself. Raises ``ConfigError`` when it is neither."""
     if model in BUNDLED:
         return ensure_model(BUNDLED[model], cache_dir, env=env, report=report)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_dir = path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, too long, or a null character
+        raise ConfigError(f"--model: {error}; give the directory of a model, or the name of one") from error
+    if is_dir:
         if not (path / "config.json").is_file():
             raise ConfigError(f"--model: {path} holds no config.json; give the directory of a model")
         return path.absolute()

@@ -90,7 +90,7 @@ class Router:
         """Start probing and listening; returns the port. Raises ``ConfigError`` when it cannot be had."""
         try:
             port = await self._server.start()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for names that DNS cannot hold
             raise ConfigError(f"port: cannot listen on {self.config.host} port {self.config.port}: {error}") from error
         self.prober.start()
         self.conversations.start()

@@ -240,7 +240,7 @@ class EnginePool:
         except TimeoutError as error:
             # A full backlog looks like this too, so the engine is not taken for dead.
             raise LegError(FailureReason.TIMEOUT, "no connection in time") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for names that DNS cannot hold
             raise LegError(FailureReason.CONNECT, f"cannot connect: {type(error).__name__}") from error
         finally:
             self._num_connecting -= 1

@@ -91,6 +91,8 @@ def test_the_cores_of_each_rank_are_separated_by_a_bar() -> None:
         (("-tp", "2", "-pp", "2"), 4),
         (("--tensor-parallel-size", "2", "-tp", "1"), 1),
         (("--tensor-parallel-size", "two"), 1),
+        (("--tensor-parallel-size", "²"), 1),
+        (("--tensor-parallel-size", "9" * 5000), 1),
         (("--tensor-parallel-size",), 1),
     ],
 )

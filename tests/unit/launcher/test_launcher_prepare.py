@@ -12,7 +12,7 @@ import pytest
 from kvshuttle.cli import _check_router
 from kvshuttle.config import LauncherConfig
 from kvshuttle.errors import ConfigError, LaunchFailed
-from kvshuttle.launcher.prepare import Surroundings, default_log_dir, delete_old_logs, prepare
+from kvshuttle.launcher.prepare import Surroundings, default_log_dir, delete_old_logs, find_model, prepare
 
 NOW_S = 1_000_000_000.0
 DAY_S = 86_400.0
@@ -134,3 +134,9 @@ def test_the_logs_of_a_launcher_that_still_runs_are_kept_though_it_was_silent_fo
     delete_old_logs(tmp_path, NOW_S)
     assert quiet.exists()
     assert not runs[1].exists()
+
+
+@pytest.mark.parametrize("model", ["~no such user/x", "m" * 5000, "a\0b"])
+def test_a_model_that_no_path_can_be_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model: "):
+        find_model(model, tmp_path, env={}, report=lambda _: None)
