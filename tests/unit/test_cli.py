@@ -69,6 +69,8 @@ def test_every_option_of_up_reaches_the_configuration() -> None:
         (["up", "--connector-option", "side_channel_port=1"], "--connector-option side_channel_port: the launcher"),
         (["up", "--engine-arg", '"unbalanced'], "--engine-arg: '\"unbalanced' cannot be split like a shell does"),
         (["up", "--router-arg", "a'b"], "--router-arg: "),
+        (["up", "--router-arg", "--port 3"], "--router-arg: --port is an option of the launcher itself"),
+        (["up", "--startup-timeout-s", "inf"], "--startup-timeout-s: a finite number of seconds"),
         (["router"], "at least one prefill engine is needed; name it with --prefill URL,SIDE"),
         (["router", "--prefill", "localhost"], "write http://127.0.0.1:8100,127.0.0.1:14579 instead"),
         (["router", *ENGINES, "--max-attempts", "0"], "max_attempts: 1 or more"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvshuttle.bench.plan_file import check_finite
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class CalibratePlan:
     """Longest wait until a pair that is started is healthy."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"--name: small letters, digits, points and dashes, got {self.name!r}")
         self._check_numbers()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
-from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
+from kvshuttle.bench.plan_file import Benchmark, check_finite, knobs_in, option_of
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.errors import ConfigError
 
@@ -85,6 +85,7 @@ class ChurnPlan:
     """Longest wait until engines are healthy."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         for name in (
             "num_prefill", "num_decode", "overload", "calm", "window_s", "prompt_tokens", "output_tokens",
             "conversations", "turns", "turn_tokens", "decode_slots", "max_engine_connections", "explained_within_s",

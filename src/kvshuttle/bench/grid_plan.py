@@ -168,6 +168,8 @@ class GridPlan:
             raise ConfigError(f"prompts: one of {', '.join(Prompts)}, got {self.prompts!r}")
         for knob in fields(self):
             _check_kind(knob.name, str(knob.type), getattr(self, knob.name))
+        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):
+            raise ConfigError(f"rates: different in their first six digits, got {list(self.rates)}")
         self._check_number_of_prompts()
         self._check_repeated_prompts()
         self._check_scales()

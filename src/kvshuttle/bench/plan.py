@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvshuttle.bench.plan_file import Benchmark, knobs_in
+from kvshuttle.bench.plan_file import Benchmark, check_finite, knobs_in
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class HandoffPlan:
     """Longest wait until a pair of engines is healthy."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         for name in self.systems:
             if name not in tuple(SystemName):
                 raise ConfigError(f"--system: one of {', '.join(SystemName)}, got {name!r}")

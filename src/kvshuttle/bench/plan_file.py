@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import MISSING, fields, replace
 from enum import StrEnum
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from dataclasses import Field
     from pathlib import Path
+
+    from _typeshed import DataclassInstance
 
 
 class Benchmark(StrEnum):
@@ -48,6 +51,14 @@ _BENCHMARK_KEY = "benchmark"
 def option_of(name: str) -> str:
     """The option of a knob."""
     return f"--{OPTION_NAMES.get(name, name.replace('_', '-'))}"
+
+
+def check_finite(plan: DataclassInstance) -> None:
+    """Raises ``ConfigError`` for a knob that is infinite or no number."""
+    for knob in fields(plan):
+        value = getattr(plan, knob.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{option_of(knob.name)}: a finite number, got {value:g}")
 
 
 def mapping_of(plan: Plan) -> dict[str, Any]:

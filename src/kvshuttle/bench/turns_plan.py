@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
-from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
+from kvshuttle.bench.plan_file import Benchmark, check_finite, knobs_in, option_of
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.params import Mode
@@ -193,6 +193,7 @@ class TurnsPlan:
     """Longest wait until a pair of engines is healthy."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         self._check_choices()
         for name in (
             "time_scale", "bytes_scale", "conversations", "turns", "first_tokens", "turn_tokens", "output_tokens",

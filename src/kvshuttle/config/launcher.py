@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,11 @@ class LauncherConfig:
         for name in ("startup_timeout_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{_option(name)}: a number of seconds above 0, got {getattr(self, name)}")
+            if getattr(self, name) == math.inf:
+                raise ConfigError(f"--{_option(name)}: a finite number of seconds, got inf")
+        taken = {arg.partition("=")[0] for arg in self.router_args} & {"--host", "--port"}
+        if taken:
+            raise ConfigError(f"--router-arg: {min(taken)} is an option of the launcher itself; give it there")
         owned = sorted({"side_channel_host", "side_channel_port"} & set(self.connector_options))
         if owned:
             raise ConfigError(f"--connector-option {owned[0]}: the launcher chooses it itself; leave it out")

@@ -230,6 +230,7 @@ def test_compressed_records_are_read_like_others(tmp_path: Path) -> None:
         ({"prompt_tokens": ("1024", "01024")}, "--prompt-tokens: each number once"),
         ({"concurrency": ("²",)}, "--concurrency: whole numbers from 1 on"),
         ({"startup_timeout_s": 0.0}, "--startup-timeout-s: a number above 0"),
+        ({"time_scale": float("inf")}, "--time-scale: a finite number, got inf"),
         ({"time_scale": 0.0}, "--time-scale: a number above 0, got 0.0"),
         ({"repeats": 0}, "--repeats: a number above 0, got 0"),
     ],

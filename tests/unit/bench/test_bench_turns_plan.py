@@ -134,6 +134,7 @@ def test_ten_turns_with_the_bundled_model_grow_beyond_six_thousand_tokens_and_fi
         ({"turns": 0}, "--turns: a number above 0, got 0"),
         ({"think_s": -1.0}, "--think-s: a number of seconds, 0 or more"),
         ({"time_scale": 2.0}, "--time-scale: only with --profile"),
+        ({"think_s": float("inf")}, "--think-s: a finite number"),
         ({"profile": PROFILE, "model": "other"}, "--model: not with --profile"),
         ({"profile": PROFILE, "dtype": "bfloat16"}, "--dtype: not with --profile"),
         ({"prefill_pool_tokens": 4096}, "--prefill-pool-tokens: 7680 or more, which one conversation can take"),

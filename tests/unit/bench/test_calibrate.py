@@ -56,6 +56,7 @@ ONE = HandOffTimes(1.0, 2.0, 3.0)
         (["--prompt-tokens", "128", "--prompt-tokens", "256"], "--prompt-tokens: three different lengths or more"),
         (["--batches", "0"], "--batches: whole numbers above 0, got 0"),
         (["--repeats", "1"], "--repeats: 2 or more, got 1"),
+        (["--step-overhead-ms", "inf"], "--step-overhead-ms: a finite number, got inf"),
         (["--step-overhead-ms", "-1"], "--step-overhead-ms: 0 or more"),
         (["--prefill", "http://127.0.0.1:1,127.0.0.1:2"], "--decode: a running pair is named by both engines"),
         (["--prefill", "http://h:1", "--decode", "http://h:2,h:3"], "--prefill: URL,SIDE, e.g. http://127.0.0.1:8100"),

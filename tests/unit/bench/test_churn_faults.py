@@ -68,6 +68,7 @@ def test_a_fault_befalls_those_that_run() -> None:
     ("knobs", "option"),
     [
         ({"minutes": 0.5}, "--minutes"),
+        ({"minutes": float("inf")}, "--minutes: a finite number"),
         ({"leaving": 1.5}, "--leaving"),
         ({"fault_every_s": 3}, "--fault-every-s"),
         ({"longest_stop_s": 1}, "--longest-stop-s"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ({"systems": ["shuttle-teleport"]}, "systems: names among plain, .*, got 'shuttle-teleport'"),
         ({"systems": []}, "systems: a list of different values, at least one"),
         ({"rates": [4, 4]}, "rates: a list of different values"),
+        ({"rates": [1.0000001, 1.0000002]}, "rates: different in their first six digits"),
         (
             {"systems": ["shuttle-push", "shuttle-push-real"], "time_scale": 4},
             "time_scale: 1 beside systems on a model that computes, got 4",
