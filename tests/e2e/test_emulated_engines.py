@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvshuttle.bench.handoff import effective_profile
 from kvshuttle.bench.legs import complete
 from kvshuttle.bench.plan import HandoffPlan, SystemName
 from kvshuttle.bench.systems import SYSTEMS, Places, plan_pair
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
+from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.emulate.trace import read_trace
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.churn_faults import ROUTER, plan_faults
-from kvshuttle.bench.churn_fleet import plan_churn_fleet, write_model
+from kvshuttle.bench.churn_fleet import plan_churn_fleet
 from kvshuttle.bench.churn_load import Windows
 from kvshuttle.bench.churn_outages import Outages
 from kvshuttle.bench.churn_records import BUG_COUNTERS, AskRecord, How, Journal, RoutedRecord, read_churn_records
@@ -25,7 +25,8 @@ from kvshuttle.bench.router_calls import wait_for_pair
 from kvshuttle.bench.router_log import read_request_lines
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE, TOKENIZER_DIR
 from kvshuttle.clock import now_s
-from kvshuttle.emulate.profile import load_profile
+from kvshuttle.emulate.model_dir import write_model_dir
+from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import ConfigError, LaunchFailed, TransportError
 from kvshuttle.launcher.fleet import Fleet
 
@@ -75,9 +76,9 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     out_dir.mkdir(parents=True, exist_ok=True)
     if (out_dir / RECORDS_FILE).exists():
         raise ConfigError(f"--out: {out_dir} holds a run already, which cannot go on; choose another directory")
-    load_profile(plan.profile)  # before the directory is this plan's
+    profile = effective_profile(plan)
     claim(plan, out_dir)
-    profile = write_model(plan, out_dir / "model")
+    write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
     (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
     fleet_plan = plan_churn_fleet(plan, out_dir / "model", profile.geometry.dtype)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, emulation_args
 from kvshuttle.config import LauncherConfig
-from kvshuttle.emulate.model_dir import write_model_dir
-from kvshuttle.emulate.profile import Profile, load_profile
 from kvshuttle.launcher.machine import free_ports, this_machine
 from kvshuttle.launcher.plan import FleetPlan, plan_fleet
 
@@ -24,13 +22,6 @@ _PREFILL_SLOTS = 8
 _CHUNK_TOKENS = 1024
 _DRAIN_S = 3.0
 """What a router that is restarted gives to running requests; the others are cut, which is wanted here."""
-
-
-def write_model(plan: ChurnPlan, model_dir: Path) -> Profile:
-    """The emulated model's directory; returns its profile. Raises ``ConfigError`` when there is no such profile."""
-    profile = load_profile(plan.profile).scaled(time_scale=plan.time_scale, bytes_scale=plan.bytes_scale)
-    write_model_dir(model_dir, profile, max_model_len=plan.max_model_len)
-    return profile
 
 
 def plan_churn_fleet(plan: ChurnPlan, model_dir: Path, dtype: str) -> FleetPlan:

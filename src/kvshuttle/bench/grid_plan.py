@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvshuttle.bench.plan_file import Benchmark
 from kvshuttle.config.checks import is_int
-from kvshuttle.emulate.profile import load_profile
+from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class GridPlan:
 
     def effective_profile(self) -> Profile:
         """The plan's profile, slowed and with its bytes scaled. Raises ``ConfigError``."""
-        return load_profile(self.profile).scaled(time_scale=self.time_scale, bytes_scale=self.bytes_scale)
+        return effective_profile(self)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> GridPlan:

@@ -29,7 +29,7 @@ from kvshuttle.bench.tracer import Tracer
 from kvshuttle.clock import now_s
 from kvshuttle.emulate.model_dir import FIRST_WORD, VOCAB_SIZE, write_model_dir
 from kvshuttle.emulate.pattern import prefix_sums, prompt_key
-from kvshuttle.emulate.profile import Profile, load_profile
+from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import TransportError
 from kvshuttle.handoff.params import Peer
 from kvshuttle.launcher.fleet import Fleet
@@ -85,11 +85,6 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
     for name, cells in waiting.items():
         if cells:
             _measure_system(SYSTEMS[SystemName(name)], cells, run)
-
-
-def effective_profile(plan: HandoffPlan) -> Profile:
-    """The plan's profile, slowed and with its bytes scaled."""
-    return load_profile(plan.profile).scaled(time_scale=plan.time_scale, bytes_scale=plan.bytes_scale)
 
 
 def _measure_system(system: System, cells: Sequence[Cell], run: _Run) -> None:

@@ -38,7 +38,7 @@ from kvshuttle.bench.turns_pair import RunningPair
 from kvshuttle.bench.turns_plan import Answers, ClientName, EngineSetting, PrefillCache, TurnsCell, TurnsPlan
 from kvshuttle.bench.turns_records import Record, TurnRecord, TurnsCellDone, read_turn_records, resume_turn_records
 from kvshuttle.clock import now_s
-from kvshuttle.emulate.profile import load_profile
+from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import TransportError
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
@@ -83,9 +83,9 @@ def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     if plan.profile:
-        load_profile(plan.profile)  # before the directory is this plan's
+        profile = effective_profile(plan)
         claim(plan, out_dir)
-        subject = emulated_subject(plan, out_dir / "model")
+        subject = emulated_subject(plan, profile, out_dir / "model")
     else:
         model = find_model(plan.model, cache_dir_from(env), env=env, report=say)
         subject = real_subject(plan, model)

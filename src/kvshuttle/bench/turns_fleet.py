@@ -15,7 +15,6 @@ from kvshuttle.bench.texts import emulated_words, prose
 from kvshuttle.bench.turns_plan import PrefillCache, TurnsSystem
 from kvshuttle.config import LauncherConfig, ModeChoice
 from kvshuttle.emulate.model_dir import write_model_dir
-from kvshuttle.emulate.profile import Profile, load_profile
 from kvshuttle.errors import ConfigError
 from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Machine, Role, plan_engines, plan_router, served_name
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.bench.texts import Writer
     from kvshuttle.bench.turns_plan import EngineSetting, TurnsCell, TurnsPlan
+    from kvshuttle.emulate.profile import Profile
     from kvshuttle.launcher.plan import ProcessPlan
 
 _MODEL_LEN_KEY = "max_position_embeddings"
@@ -56,9 +56,8 @@ def real_subject(plan: TurnsPlan, model: Path | str) -> Subject:
     return Subject(served_name(LauncherConfig(model=plan.model)), model, plan.dtype, prose)
 
 
-def emulated_subject(plan: TurnsPlan, model_dir: Path) -> Subject:
-    """An emulated model, written to ``model_dir``. Raises ``ConfigError`` when there is no such profile."""
-    profile = load_profile(plan.profile).scaled(time_scale=plan.time_scale, bytes_scale=plan.bytes_scale)
+def emulated_subject(plan: TurnsPlan, profile: Profile, model_dir: Path) -> Subject:
+    """An emulated model, written to ``model_dir``. ``profile``: the plan's effective one."""
     write_model_dir(model_dir, profile, max_model_len=plan.max_model_len)
     return Subject(
         MODEL_NAME, model_dir, profile.geometry.dtype, emulated_words, profile, emulation_args(), EMULATION_ENV

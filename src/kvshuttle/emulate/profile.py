@@ -7,7 +7,7 @@ import tomllib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvshuttle.emulate.geometry import Geometry
 from kvshuttle.errors import ConfigError
@@ -144,6 +144,27 @@ def load_profile(name: str) -> Profile:
         return parse_profile(values)
     except ConfigError as error:
         raise ConfigError(f"{path.name}: {error}") from error
+
+
+class ProfileKnobs(Protocol):
+    """What a benchmark's plan says of its accelerator."""
+
+    @property
+    def profile(self) -> str:
+        """As ``load_profile`` takes it."""
+
+    @property
+    def time_scale(self) -> float:
+        """Multiplies durations."""
+
+    @property
+    def bytes_scale(self) -> float:
+        """Multiplies the KV bytes."""
+
+
+def effective_profile(plan: ProfileKnobs) -> Profile:
+    """The plan's profile, slowed and with its bytes scaled. Raises ``ConfigError``."""
+    return load_profile(plan.profile).scaled(time_scale=plan.time_scale, bytes_scale=plan.bytes_scale)
 
 
 def profile_names() -> list[str]:

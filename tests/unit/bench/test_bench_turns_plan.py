@@ -16,6 +16,7 @@ from kvshuttle.bench.texts import emulated_words, prose
 from kvshuttle.bench.turns_fleet import Host, emulated_subject, plan_front_of_turns, plan_pair_of_turns, real_subject
 from kvshuttle.bench.turns_plan import Answers, EngineSetting, PrefillCache, TurnsCell, TurnsPlan, TurnsSystem
 from kvshuttle.cli import main
+from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.params import Mode
 from kvshuttle.launcher.plan import Machine
@@ -213,7 +214,7 @@ def test_a_real_model_must_take_what_the_conversations_come_to(tmp_path: Path) -
 
 def test_emulated_engines_have_no_core_of_their_own_and_no_weights(tmp_path: Path) -> None:
     plan = TurnsPlan(profile=PROFILE)
-    subject = emulated_subject(plan, tmp_path / "model")
+    subject = emulated_subject(plan, effective_profile(plan), tmp_path / "model")
     for engine in plan_pair_of_turns(subject, plan, EngineSetting(PrefillCache.ON), 200, host()).engines:
         assert engine.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert option(engine, "--load-format") == "dummy"
@@ -238,7 +239,7 @@ def test_only_the_router_knows_whether_history_is_reused(real: Subject, is_reusi
 @pytest.mark.parametrize("is_reusing", [True, False])
 def test_vllms_engines_keep_history_only_where_the_proxy_remembers_it(tmp_path: Path, is_reusing: bool) -> None:
     plan = TurnsPlan(profile=PROFILE, systems=(UPSTREAM,))
-    subject = emulated_subject(plan, tmp_path / "model")
+    subject = emulated_subject(plan, effective_profile(plan), tmp_path / "model")
     cell = TurnsCell(Mode.PULL, PrefillCache.OFF, is_reusing, TurnsSystem.UPSTREAM, Answers.WHOLE)
     engines = plan_pair_of_turns(subject, plan, cell.engines, 200, host()).engines
     for engine in engines:
