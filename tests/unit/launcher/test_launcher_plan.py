@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -289,3 +290,25 @@ def test_a_device_that_cannot_be_had_is_refused_with_what_to_install(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         machine.computes_on_gpu(device)
+
+
+def test_more_engines_than_can_be_of_any_use_are_refused_with_what_the_machine_has() -> None:
+    TWO_CORES.check_engines(32, named_by="--prefill")
+    with pytest.raises(
+        ConfigError, match=r"^--prefill: 33 engines, and this machine has 2 cores, enough for 32 at the"
+    ):
+        TWO_CORES.check_engines(33, named_by="--prefill")
+    with pytest.raises(ConfigError, match="has 2 GPUs, enough for 32"):
+        fleet(LauncherConfig(num_prefill=32), TWO_GPUS)
+    with pytest.raises(ConfigError, match=r"^--prefill, --decode: 33 engines"):
+        fleet(LauncherConfig(num_prefill=32), TWO_CORES)
+
+
+def test_more_kv_cache_than_the_machine_has_memory_is_refused_where_that_is_known() -> None:
+    machine = replace(TWO_CORES, memory_bytes=4 * 2**30)
+    machine.check_memory(4 * 2**30, named_by="--kv-cache-gib")
+    fleet(LauncherConfig(kv_cache_gib=99_999), TWO_CORES)
+    with pytest.raises(
+        ConfigError, match=r"^--kv-cache-gib: 5\.0 GiB of KV cache .* has 4\.0 GiB of memory; give less"
+    ):
+        fleet(LauncherConfig(kv_cache_gib=5), machine)

@@ -12,7 +12,14 @@ import pytest
 from kvshuttle.cli import _check_router
 from kvshuttle.config import LauncherConfig
 from kvshuttle.errors import ConfigError, LaunchFailed
-from kvshuttle.launcher.prepare import Surroundings, default_log_dir, delete_old_logs, find_model, prepare
+from kvshuttle.launcher.prepare import (
+    Surroundings,
+    check_directory,
+    default_log_dir,
+    delete_old_logs,
+    find_model,
+    prepare,
+)
 
 NOW_S = 1_000_000_000.0
 DAY_S = 86_400.0
@@ -134,6 +141,37 @@ def test_the_logs_of_a_launcher_that_still_runs_are_kept_though_it_was_silent_fo
     delete_old_logs(tmp_path, NOW_S)
     assert quiet.exists()
     assert not runs[1].exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/nowhere", "--model: /nowhere is neither a directory nor one of the bundled models"),
+        ("empty", "--model: .*empty holds no config.json; give the directory of a model"),
+        ("broken", "--model: .*config.json: Expecting value.*; give the directory of a whole model"),
+        ("list", "--model: .*config.json holds list, no object"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_directories_behind(model: str, message: str, tmp_path: Path) -> None:
+    for name, text in (("empty", None), ("broken", ""), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "config.json").write_text(text)
+    there = sorted(tmp_path.iterdir())
+    around = surroundings(tmp_path, log_dir=tmp_path / "a" / "logs", state_path=tmp_path / "b" / "c" / "state.json")
+    with pytest.raises(ConfigError, match=message):
+        prepare(LauncherConfig(model=str(tmp_path / model), port=0), around)
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_a_directory_that_is_only_looked_at_stays_as_it_is(tmp_path: Path) -> None:
+    check_directory("--out", tmp_path / "new" / "run")
+    check_directory("--out", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for wrong in (tmp_path / ("n" * 300) / "run", tmp_path / "a\0b"):
+        with pytest.raises(ConfigError, match=r"^--out: cannot write to .*; choose another place"):
+            check_directory("--out", wrong)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("model", ["~no such user/x", "m" * 5000, "a\0b"])
