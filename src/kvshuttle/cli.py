@@ -23,7 +23,7 @@ from kvshuttle.bench.plan import HandoffPlan
 from kvshuttle.bench.plan_file import OPTION_NAMES as BENCH_OPTION_NAMES
 from kvshuttle.bench.turns_plan import TurnsPlan
 from kvshuttle.config import Device, LauncherConfig, ModeChoice, RouterConfig, secret_from
-from kvshuttle.config.knob_options import add_knobs
+from kvshuttle.config.knob_options import add_knobs, given_path
 from kvshuttle.errors import ConfigError, KvshuttleError
 
 if TYPE_CHECKING:
@@ -175,16 +175,16 @@ def _add_benchmarks(commands: Any) -> None:
         (report, None),
     )
     for parser, plan in plans:
-        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run's records")
+        parser.add_argument("--out", type=given_path, required=True, metavar="DIR", help="the run's directory")
         if plan is not None:
             add_knobs(parser, plan, BENCH_OPTION_NAMES)
 
 
 def _add_launcher_options(parser: argparse.ArgumentParser) -> None:
     add_knobs(parser, LauncherConfig, _UP_OPTION_NAMES)
-    parser.add_argument("--state", type=Path, metavar="FILE", help="write what runs where to this file, as JSON")
+    parser.add_argument("--state", type=given_path, metavar="FILE", help="write what runs where to this file, as JSON")
     parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="directory of the processes' logs; default: one in the cache"
+        "--log-dir", type=given_path, metavar="DIR", help="directory of the processes' logs; default: one in the cache"
     )
 
 
@@ -208,7 +208,7 @@ def router_config_from(args: argparse.Namespace) -> RouterConfig:
     if args.config is not None:
         try:
             values = tomllib.loads(Path(args.config).read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # what is no TOML, or no path, is a ValueError
             raise ConfigError(f"--config: {args.config}: {error}") from error
     values.update(_given(args, RouterConfig))
     for role in ("prefill", "decode"):
@@ -236,7 +236,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--connector-option: write KEY=VALUE, for instance lease_s=5, instead of {text!r}")
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also for a number with thousands of digits
         return key, value
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from kvshuttle import cli
 from kvshuttle.cli import launcher_config_from, main, router_config_from
-from kvshuttle.config import Device, LauncherConfig, PrefillFailurePolicy, RouterConfig
+from kvshuttle.config import ConnectorConfig, Device, LauncherConfig, PrefillFailurePolicy, RouterConfig
 from kvshuttle.config.knob_docs import attribute_docs
+from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +71,28 @@ def test_every_option_of_up_reaches_the_configuration() -> None:
         (["up", "--engine-arg", '"unbalanced'], "--engine-arg: '\"unbalanced' cannot be split like a shell does"),
         (["up", "--router-arg", "a'b"], "--router-arg: "),
         (["up", "--router-arg", "--port 3"], "--router-arg: --port is an option of the launcher itself"),
-        (["up", "--startup-timeout-s", "inf"], "--startup-timeout-s: a finite number of seconds"),
+        (["up", "--startup-timeout-s", "inf"], "--startup-timeout-s: a finite number, got inf"),
+        (["up", "--prefill", "100000"], "--prefill: up to 1,000, got 100000"),
+        (["up", "--decode", str(10**22)], "--decode: up to 1,000, got 1" + "0" * 22),
+        (["up", "--port", "0", "--prefill", "999"], "--prefill, --decode: 1,000 engines, and this machine has "),
+        (
+            ["up", "--port", "0", "--kv-cache-gib", "99999"],
+            "--kv-cache-gib: 99,999.0 GiB of KV cache for an engine, and",
+        ),
+        (["up", "--max-model-len", "9" * 400], "--max-model-len: up to 1,000,000,000, got 9999999999"),
+        (["up", "--startup-timeout-s", "1e308"], "--startup-timeout-s: up to 10,000,000, got 1e+308"),
+        (["up", "--stop-timeout-s", "nan"], "--stop-timeout-s: a finite number, got nan"),
+        (["up", "--connector-option", "lease_s=1e999"], "lease_s: a finite number, got inf"),
+        (["up", "--connector-option", "lease_s=" + "9" * 5000], "lease_s: a number of seconds above 0, got '999"),
+        (
+            ["up", "--connector-option", f"retention_max_blocks={10**22}"],
+            "retention_max_blocks: up to 1,000,000,000, got",
+        ),
+        (["up", "--connector-option", "lease_s=" + "[" * 100_000], "lease_s: a number of seconds above 0, got '[["),
+        (["router", *ENGINES, "--drain-s", "1e308"], "drain_s: up to 10,000,000, got 1e+308"),
+        (["router", *ENGINES, "--max-connections", str(10**22)], "max_connections: up to 1,000,000,000, got 1"),
+        (["router", *ENGINES, "--retry-pause-s", "1e-300"], "retry_pause_s: 0.000001 or more, got 1e-300"),
+        (["router", *ENGINES, "--unhealthy-after", str(10**22)], "unhealthy_after: up to 10,000, got 1"),
         (["router"], "at least one prefill engine is needed; name it with --prefill URL,SIDE"),
         (["router", "--prefill", "localhost"], "write http://127.0.0.1:8100,127.0.0.1:14579 instead"),
         (["router", *ENGINES, "--max-attempts", "0"], "max_attempts: 1 or more"),
@@ -149,6 +171,45 @@ def test_options_win_over_the_routers_file(tmp_path: Path) -> None:
     assert [engine.side_address for engine in config.engines] == ["127.0.0.1:14579", "b:2", "c:2"]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"drain_s = {10**400}", "drain_s: up to 10,000,000, got 1000"),
+        ("drain_s = " + "9" * 5000, "--config: "),
+        ("drain_s = nan", "drain_s: a finite number, got nan"),
+        ("max_body_bytes = 1_000_000_000_001", "max_body_bytes: up to 1,000,000,000,000, got 1000000000001"),
+        ("max_attempts = " + "[" * 100_000, "--config: "),
+    ],
+)
+def test_a_number_in_the_routers_file_that_is_out_of_all_proportion_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(f"{text}\n")
+    assert main(["router", "--config", str(file), *ENGINES]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told) < 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (LauncherConfig, {}),
+        (ConnectorConfig, {}),
+        (RouterConfig, {"prefill": ["http://a:1,a:2"], "decode": ["http://b:1,b:2"]}),
+    ],
+)
+def test_no_number_of_a_configuration_may_be_out_of_all_proportion(kind: Any, values: dict[str, Any]) -> None:
+    make = kind.from_mapping if kind is RouterConfig else kind
+    for knob in fields(kind):
+        if isinstance(knob.default, bool) or not isinstance(knob.default, int | float):
+            continue
+        for wrong in (10**400, float("inf"), float("nan")):
+            with pytest.raises(ConfigError, match=knob.name.removeprefix("num_").replace("_", "[-_]")):
+                make(**values, **{knob.name: wrong}) if make is kind else make({**values, knob.name: wrong})
+
+
 def test_an_unknown_key_in_the_routers_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "router.toml"
     file.write_text("prot = 9000\n")
@@ -174,6 +235,16 @@ def test_every_knob_is_an_option_with_its_explanation_as_help(
 
 def test_every_knob_of_the_launcher_is_explained() -> None:
     assert {knob.name for knob in fields(LauncherConfig)} == set(attribute_docs(LauncherConfig))
+
+
+@pytest.mark.parametrize("option", ["--out", "--state", "--log-dir"])
+@pytest.mark.parametrize("path", ["", " "])
+def test_a_path_that_is_empty_is_refused(option: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "report"] if option == "--out" else ["up"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, option, path])
+    assert ended.value.code == 2
+    assert f"{option}: a path, or . for the current directory, got {path!r}" in capsys.readouterr().err
 
 
 def test_commands_for_our_own_processes_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:

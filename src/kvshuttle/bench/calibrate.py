@@ -14,10 +14,11 @@ from kvshuttle.bench.calibrate_plan import engine_address
 from kvshuttle.bench.calibrate_report import calibration_markdown, provenance_of
 from kvshuttle.bench.calibration import Calibration, figures, slowdown_of_decoding, slowdown_of_prefill
 from kvshuttle.bench.handoff_times import HandOffTimer
-from kvshuttle.bench.inspection import card_of, model_of
+from kvshuttle.bench.inspection import card_of, max_model_len_of, model_of
+from kvshuttle.bench.kv_room import check_length
 from kvshuttle.bench.legs import Pair, complete, stream
 from kvshuttle.bench.machine_facts import machine_facts
-from kvshuttle.bench.plan import SystemName
+from kvshuttle.bench.plan import PAIR_SLOTS, SystemName
 from kvshuttle.bench.real_engines import RealModel, is_traceable, plan_real_engines
 from kvshuttle.bench.step_times import MeteredTimes, StepTimes, TracedTimes
 from kvshuttle.bench.systems import SYSTEMS, EngineKnobs, Places
@@ -32,6 +33,7 @@ from kvshuttle.handoff.params import Peer
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
 from kvshuttle.launcher.model import cache_dir_from
+from kvshuttle.launcher.model_config import context_tokens_in, kv_bytes_per_token_in, read_model_config
 from kvshuttle.launcher.plan import FleetPlan, Role, served_name
 from kvshuttle.launcher.prepare import find_model
 
@@ -41,10 +43,10 @@ if TYPE_CHECKING:
 
     from kvshuttle.bench.calibrate_plan import CalibratePlan
     from kvshuttle.handoff.cards import EngineCard
-    from kvshuttle.launcher.plan import ProcessPlan
+    from kvshuttle.launcher.plan import Machine, ProcessPlan
 
-_SLOTS = 32
 _WARM_UP_ROUNDS = 2
+_LENGTH_OPTIONS = ("--prompt-tokens", "--contexts")
 _WARM_UP_TOKENS = 160
 """More than a block, also where blocks are as large as on the CPU."""
 
@@ -64,8 +66,8 @@ def run_calibrate(plan: CalibratePlan, out_dir: Path, *, env: Mapping[str, str],
 
     Returns the profile's path. Raises ``ConfigError``, ``LaunchFailed``, ``TransportError``.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     with running_pair(plan) if plan.prefill else _started_pair(plan, out_dir, env, say) as subject:
+        out_dir.mkdir(parents=True, exist_ok=True)
         calibration = _Bench(plan, subject, say).measure()
     facts = machine_facts(None)
     has_contention = calibration.contention() is not None
@@ -92,8 +94,13 @@ def geometry_of(card: EngineCard) -> Geometry:
 
 @contextlib.contextmanager
 def running_pair(plan: CalibratePlan) -> Iterator[Subject]:
-    """The pair that the plan names, timed by vLLM's metrics. Raises ``PeerUnreachable``, ``TransportError``."""
+    """The pair that the plan names, timed by vLLM's metrics.
+
+    Raises ``PeerUnreachable``, ``TransportError``, and ``ConfigError`` for requests longer than it takes.
+    """
     prefill, decode = engine_address("prefill", plan.prefill), engine_address("decode", plan.decode)
+    for url, _ in (prefill, decode):
+        check_length(max_model_len_of(url), plan.max_model_len, named_by=_LENGTH_OPTIONS, model=url)
     times = [MeteredTimes(url, plan.step_overhead_ms) for url, _ in (prefill, decode)]
     yield _subject(prefill, decode[0], model_of(decode[0]), times[0], times[1])
 
@@ -104,10 +111,12 @@ def _started_pair(
 ) -> Iterator[Subject]:
     """A pair as `kvshuttle up` starts it; on the CPU its workers time themselves."""
     location = find_model(plan.model, cache_dir_from(env), env=env, report=say)
+    machine = this_machine()
+    _check_pair(plan, location, machine)
     model = RealModel(served_name(LauncherConfig(model=plan.model)), location, plan.dtype)
     places = Places(out_dir / "model", out_dir / "traces")
-    host = Host(this_machine(), free_ports(random.Random()), sys.executable)
-    knobs = EngineKnobs(plan.max_model_len, plan.chunk_tokens, _SLOTS, plan.kv_cache_gib, is_quiet_wait=True)
+    host = Host(machine, free_ports(random.Random()), sys.executable)
+    knobs = EngineKnobs(plan.max_model_len, plan.chunk_tokens, PAIR_SLOTS, plan.kv_cache_gib, is_quiet_wait=True)
     engines = plan_real_engines(model, [(Role.PREFILL, knobs), (Role.DECODE, knobs)], places, host)
     say(f"starting a pair of engines with {model.name}; this takes about a minute. Logs: {out_dir / 'logs'}")
     with Fleet(FleetPlan(model.name, engines), env=env, log_dir=out_dir / "logs", report=say) as fleet:
@@ -121,6 +130,20 @@ def _started_pair(
         prefill, decode = engines
         address = prefill.url, prefill.side_address
         yield _subject(address, decode.url, model.name, times(prefill), times(decode))
+
+
+def _check_pair(plan: CalibratePlan, location: Path | str, machine: Machine) -> None:
+    """Raises ``ConfigError`` for what engines would die of, as far as the model's directory tells."""
+    on_cpu = is_traceable(machine)  # a GPU's KV memory is what it has
+    if on_cpu:
+        machine.check_memory(plan.kv_cache_gib * 2**30, named_by="--kv-cache-gib")
+    if isinstance(location, str):
+        return
+    config = read_model_config(location)
+    check_length(context_tokens_in(config), plan.max_model_len, named_by=_LENGTH_OPTIONS, model=plan.model)
+    bytes_per_token = kv_bytes_per_token_in(config, plan.dtype)
+    if on_cpu and bytes_per_token:
+        plan.check_room(bytes_per_token)
 
 
 def _subject(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from kvshuttle.bench.plan_file import check_finite
+from kvshuttle.bench.kv_room import KvRoom, check_chunk
+from kvshuttle.bench.plan import PAIR_SLOTS
+from kvshuttle.bench.plan_file import check_whole_numbers, option_of
+from kvshuttle.config.checks import check_numbers
+from kvshuttle.config.router import EngineRole, EngineSpec
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class CalibratePlan:
     """Longest wait until a pair that is started is healthy."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        check_numbers(self, option_of)
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"--name: small letters, digits, points and dashes, got {self.name!r}")
         self._check_numbers()
@@ -63,21 +66,31 @@ class CalibratePlan:
         for option in ("prefill", "decode"):
             if getattr(self, option):
                 engine_address(option, getattr(self, option))
-        if len(set(self.prompt_tokens)) < _FEWEST_LENGTHS:
+        if len(self.lengths) < _FEWEST_LENGTHS:
             raise ConfigError(f"--prompt-tokens: three different lengths or more, got {', '.join(self.prompt_tokens)}")
         if self.prefill and max(self.lengths) > self.chunk_tokens:
             raise ConfigError(
                 f"--prompt-tokens: {max(self.lengths)} is more than one step computes (--chunk-tokens"
                 f" {self.chunk_tokens}); a running pair is timed by whole prompts, so leave longer ones out"
             )
+        if not self.prefill:
+            check_chunk(self.chunk_tokens, PAIR_SLOTS, named_by="--chunk-tokens")
+        if not self.prefill and self.batch_sizes[-1] > PAIR_SLOTS:
+            raise ConfigError(
+                f"--batches: up to {PAIR_SLOTS}, which engines that are started take at a time, got"
+                f" {self.batch_sizes[-1]}"
+            )
+
+    def check_room(self, bytes_per_token: int) -> None:
+        """Raises ``ConfigError`` where what is in use at a time does not fit the KV of a pair that is started."""
+        room = KvRoom("--kv-cache-gib", self.kv_cache_gib, bytes_per_token)
+        room.check(self.max_model_len, "one request takes", "lower --prompt-tokens or --contexts")
+        decoding = self.batch_sizes[-1] * (self.context_tokens[-1] + 1 + self.steps)
+        room.check(decoding, f"{self.batch_sizes[-1]} that decode take", "lower --batches or --contexts")
 
     def _check_numbers(self) -> None:
         for option in ("prompt_tokens", "contexts", "batches"):
-            texts = getattr(self, option)
-            if not texts or any(not text.isdecimal() or not int(text) for text in texts):
-                raise ConfigError(
-                    f"--{option.replace('_', '-')}: whole numbers above 0, got {', '.join(texts) or 'none'}"
-                )
+            check_whole_numbers(option, getattr(self, option), least=1)
         lowest = {"repeats": 2, "steps": 4, "chunk_tokens": 1, "kv_cache_gib": 1, "startup_timeout_s": 1}
         for option, least in lowest.items():
             if not getattr(self, option) >= least:
@@ -114,16 +127,10 @@ class CalibratePlan:
 
 def engine_address(option: str, text: str) -> tuple[str, str]:
     """URL and side channel of ``URL,SIDE``. Raises ``ConfigError`` naming the option."""
-    url, _, side = text.partition(",")
-    if not _is_http(url) or not re.fullmatch(r".+:[0-9]{1,5}", side):
-        raise ConfigError(f"--{option}: URL,SIDE, e.g. http://127.0.0.1:8100,127.0.0.1:14579, got {text!r}")
-    return url.rstrip("/"), side
-
-
-def _is_http(url: str) -> bool:
-    """Whether it names a host, and a port where it names one at all."""
     try:
-        parts = urlsplit(url)
-        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+        engine = EngineSpec.parse(text, EngineRole(option), 0)
+    except ConfigError as error:
+        raise ConfigError(f"--{option}: {error}") from error
+    if engine.is_tls:
+        raise ConfigError(f"--{option}: an engine is timed over http://, got {text!r}")
+    return f"http://{engine.http_address}", engine.side_address

@@ -29,6 +29,7 @@ from kvshuttle.emulate.model_dir import write_model_dir
 from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import ConfigError, LaunchFailed, TransportError
 from kvshuttle.launcher.fleet import Fleet
+from kvshuttle.launcher.machine import this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,10 +74,10 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     One that is cut off, by a signal or because engines do not answer, does not pass. Raises ``ConfigError`` when the
     directory holds a run already, ``LaunchFailed`` when engines do not start.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     if (out_dir / RECORDS_FILE).exists():
         raise ConfigError(f"--out: {out_dir} holds a run already, which cannot go on; choose another directory")
     profile = effective_profile(plan)
+    plan.check_machine(this_machine(), profile.geometry.kv_bytes_per_token)
     claim(plan, out_dir)
     write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvshuttle.bench.churn_plan import CHUNK_TOKENS
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, emulation_args
 from kvshuttle.config import LauncherConfig
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from kvshuttle.bench.churn_plan import ChurnPlan
 
 _PREFILL_SLOTS = 8
-_CHUNK_TOKENS = 1024
 _DRAIN_S = 3.0
 """What a router that is restarted gives to running requests; the others are cut, which is wanted here."""
 
@@ -36,7 +36,7 @@ def plan_churn_fleet(plan: ChurnPlan, model_dir: Path, dtype: str) -> FleetPlan:
         max_model_len=plan.max_model_len,
         engine_args=(
             *("--block-size", str(BLOCK_SIZE_TOKENS)),
-            *("--max-num-batched-tokens", str(_CHUNK_TOKENS)),
+            *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
             *emulation_args(),
         ),
         prefill_args=("--max-num-seqs", str(_PREFILL_SLOTS), *_pool(plan.prefill_blocks)),

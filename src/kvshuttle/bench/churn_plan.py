@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
-from kvshuttle.bench.plan_file import Benchmark, check_finite, knobs_in, option_of
+from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
 from kvshuttle.blocks import num_blocks_for
+from kvshuttle.config.checks import check_numbers
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvshuttle.launcher.plan import Machine
+
 MODES = ("auto", "push", "pull")
 """What clients ask for, in turns."""
+CHUNK_TOKENS = 1024
+"""How much of a prompt one step of the engines computes."""
 SHORTEST_FAULT_PAUSE_S = 5.0
 """Between two faults that are not meant to fall together."""
 _TEMPLATE_TOKENS = 32
@@ -85,7 +90,7 @@ class ChurnPlan:
     """Longest wait until engines are healthy."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        check_numbers(self, option_of)
         for name in (
             "num_prefill", "num_decode", "overload", "calm", "window_s", "prompt_tokens", "output_tokens",
             "conversations", "turns", "turn_tokens", "decode_slots", "max_engine_connections", "explained_within_s",
@@ -93,16 +98,28 @@ class ChurnPlan:
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{option_of(name)}: a number above 0, got {getattr(self, name)}")
-        if not self.minutes >= _FEWEST_MINUTES:
-            raise ConfigError(f"--minutes: {_FEWEST_MINUTES:g} or more, got {self.minutes:g}")
+        self._check_times()
         if not 0 <= self.leaving <= 1:
             raise ConfigError(f"--leaving: a part between 0 and 1, got {self.leaving:g}")
+        if self.decode_slots > CHUNK_TOKENS:
+            raise ConfigError(f"--decode-slots: up to {CHUNK_TOKENS}, got {self.decode_slots}")
+        self._check_blocks()
+
+    def _check_times(self) -> None:
+        if not self.minutes >= _FEWEST_MINUTES:
+            raise ConfigError(f"--minutes: {_FEWEST_MINUTES:g} or more, got {self.minutes:g}")
+        if self.window_s > self.duration_s:
+            raise ConfigError(
+                f"--window-s: no longer than the load (--minutes {self.minutes:g}), got {self.window_s:g}"
+            )
         if not self.fault_every_s >= 2 * SHORTEST_FAULT_PAUSE_S:
             raise ConfigError(f"--fault-every-s: {2 * SHORTEST_FAULT_PAUSE_S:g} or more, got {self.fault_every_s:g}")
         if not self.longest_stop_s >= 2:
             raise ConfigError(f"--longest-stop-s: 2 or more, got {self.longest_stop_s:g}")
         if not self.lease_s > _SECONDS_OF_MARGINS:
             raise ConfigError(f"--lease-s: more than {_SECONDS_OF_MARGINS:g}, got {self.lease_s:g}")
+
+    def _check_blocks(self) -> None:
         for name in ("prefill_blocks", "decode_blocks"):
             fewest = self.max_model_len // BLOCK_SIZE_TOKENS + 1
             if getattr(self, name) < fewest:
@@ -110,6 +127,13 @@ class ChurnPlan:
                     f"{option_of(name)}: {fewest} or more, which the longest request takes, got {getattr(self, name)};"
                     " fewer --turns or --turn-tokens make it shorter"
                 )
+
+    def check_machine(self, machine: Machine, bytes_per_token: int) -> None:
+        """Raises ``ConfigError`` for more engines, or larger ones, than it can carry."""
+        machine.check_engines(self.num_prefill + self.num_decode, named_by="--num-prefill, --num-decode")
+        for name in ("prefill_blocks", "decode_blocks"):
+            num_bytes = getattr(self, name) * BLOCK_SIZE_TOKENS * bytes_per_token
+            machine.check_memory(num_bytes, named_by=option_of(name))
 
     @property
     def duration_s(self) -> float:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from kvshuttle.bench.fleets import ARRANGEMENTS, plan_engines, plan_front, wanted_engines
 from kvshuttle.bench.grid_cells import Standing
 from kvshuttle.bench.grid_figures import PREFILL_NAME
-from kvshuttle.bench.grid_plan import GridPlan, GridSystem
+from kvshuttle.bench.grid_plan import REAL_SYSTEMS, GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, read_cells
 from kvshuttle.bench.inspection import save_metrics
+from kvshuttle.bench.kv_room import check_length
 from kvshuttle.bench.load import LoadGenerator, write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.plan_file import claim
@@ -28,9 +29,11 @@ from kvshuttle.bench.turns_fleet import Host
 from kvshuttle.clock import now_s
 from kvshuttle.config import LauncherConfig
 from kvshuttle.emulate.model_dir import write_model_dir
+from kvshuttle.errors import ConfigError
 from kvshuttle.launcher.fleet import Fleet
 from kvshuttle.launcher.machine import free_ports, this_machine
 from kvshuttle.launcher.model import cache_dir_from
+from kvshuttle.launcher.model_config import context_tokens_in, dtype_in, read_model_config
 from kvshuttle.launcher.plan import FleetPlan, served_name
 from kvshuttle.launcher.prepare import find_model
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from kvshuttle.bench.grid_plan import GridCell
     from kvshuttle.launcher.plan import ProcessPlan
 
+_TAKEN_AS_THEY_ARE = ("bfloat16", "float16")
+"""Number formats that vLLM keeps by itself."""
 _SETTLE_S = 1.0
 """Pause after a cell, so that leases and notifications of one do not fall into the next."""
 _FRONT_SETTLE_S = 3.0
@@ -88,8 +93,13 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
 
     Raises ``ConfigError`` when the directory holds a run of another plan, ``LaunchFailed`` when engines do not start.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     profile = plan.effective_profile()
+    machine = this_machine()
+    machine.check_engines(plan.num_prefill + plan.num_decode, named_by="num_prefill, num_decode")
+    for name in ("prefill_kv_gib", "decode_kv_gib"):
+        machine.check_memory(getattr(plan, name) * 2**30, named_by=name)
+    if REAL_SYSTEMS & set(plan.systems):
+        _check_model(plan, profile.geometry.dtype, find_model(plan.model, cache_dir_from(env), env=env, report=say))
     claim(plan, out_dir)
     done = {(record.system, record.cell) for record in read_cells(out_dir / CELLS_FILE)}
     write_facts(out_dir / FACTS_FILE, profile, is_continued=bool(done))
@@ -105,6 +115,20 @@ def run_grid(plan: GridPlan, out_dir: Path, *, env: Mapping[str, str], say: Call
             # What needs the same engines, in the order of the plan; after a failure the rest of it, on new ones.
             system, cell = run.waiting[0]
             _measure_on_same_engines(system, cell.slots, run)
+
+
+def _check_model(plan: GridPlan, dtype: str, location: Path | str) -> None:
+    """Raises ``ConfigError`` where the model, as far as its directory tells, is not what the plan takes it for."""
+    if isinstance(location, str):
+        return
+    config = read_model_config(location)
+    lengths = ("input_tokens", "output_tokens")
+    check_length(context_tokens_in(config), plan.max_model_len, named_by=lengths, model=plan.model)
+    kept = dtype_in(config)
+    if plan.dtype == "auto" and kept in _TAKEN_AS_THEY_ARE and kept != dtype:
+        raise ConfigError(
+            f"dtype: {dtype} as in the profile {plan.profile}, got 'auto', which for {plan.model} is {kept}"
+        )
 
 
 def _measure_on_same_engines(first: GridSystem, slots: int, run: _Run) -> None:

@@ -15,7 +15,14 @@ from msgspec.structs import replace as with_fields
 
 from kvshuttle.bench.fleets import ARRANGEMENTS
 from kvshuttle.bench.grid_figures import served_in_order, served_requests, step_pace, wrong_prompts
-from kvshuttle.bench.grid_plan import WARM_UP_ANSWER_TOKENS, WARM_UP_TOKENS, GridPlan, GridSystem, Prompts
+from kvshuttle.bench.grid_plan import (
+    PROMPTS_OF_A_CELL,
+    WARM_UP_ANSWER_TOKENS,
+    WARM_UP_TOKENS,
+    GridPlan,
+    GridSystem,
+    Prompts,
+)
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord
 from kvshuttle.bench.inspection import total_over
 from kvshuttle.bench.legs import complete
@@ -40,8 +47,6 @@ if TYPE_CHECKING:
     from kvshuttle.launcher.plan import ProcessPlan
 
 _WARM_UP_ROUNDS = 3
-_PROMPTS_OF_A_CELL = 100_000
-"""Numbers of prompts that are set aside for each cell."""
 _CORRUPTED = "vllm:corrupted_requests_total"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 
@@ -176,10 +181,10 @@ class Standing:
     def _first_prompt(self, cell: GridCell) -> int:
         """The number of a cell's first prompt: the same for all cells of a seed, or one that no other cell has."""
         if self.plan.prompts == Prompts.REPEATED:
-            return cell.seed * _PROMPTS_OF_A_CELL
+            return cell.seed * PROMPTS_OF_A_CELL
         cells = self.plan.cells
         index = list(GridSystem).index(self.system) * len(cells) + cells.index(cell)
-        return index * _PROMPTS_OF_A_CELL
+        return index * PROMPTS_OF_A_CELL
 
     def _take_traces(self) -> dict[str, list[Pass]]:
         return {engine: tracer.take() for engine, tracer in self.tracers.items()}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import tomllib
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvshuttle.bench.kv_room import KvRoom, check_chunk
 from kvshuttle.bench.plan_file import Benchmark
-from kvshuttle.config.checks import is_int
+from kvshuttle.config.checks import check_numbers, is_int, shortened
 from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import ConfigError
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from kvshuttle.emulate.profile import Profile
 
 PLAN_DIR = Path(__file__).parent / "plans"
+_MOST_CELLS = 10_000
+PROMPTS_OF_A_CELL = 100_000
+"""Most that there can be in a cell; each cell has so many numbers for them to itself."""
 FEWEST_PROMPTS = 8
 """In a cell whose number of prompts follows from ``duration_s``."""
 _ROOM_TOKENS = 64
@@ -161,6 +166,7 @@ class GridPlan:
     """Longest time that one run of the load generator may take."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         for name in self.systems:
             if name not in tuple(GridSystem):
                 raise ConfigError(f"systems: names among {', '.join(GridSystem)}, got {name!r}")
@@ -170,15 +176,36 @@ class GridPlan:
             _check_kind(knob.name, str(knob.type), getattr(self, knob.name))
         if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):
             raise ConfigError(f"rates: different in their first six digits, got {list(self.rates)}")
-        self._check_number_of_prompts()
+        self._check_amount()
         self._check_repeated_prompts()
         self._check_scales()
         self._check_room()
 
-    def _check_number_of_prompts(self) -> None:
+    def _check_amount(self) -> None:
+        """One knob says how many requests there are, and all of them come before the time of a cell is over."""
         if bool(self.num_prompts) == bool(self.duration_s):
             raise ConfigError(
                 f"num_prompts, duration_s: one of them above 0, got {self.num_prompts} and {self.duration_s:g}"
+            )
+        num_cells = self.repeats * math.prod(len(getattr(self, name)) for name in _SPANNING)
+        if num_cells > _MOST_CELLS:
+            raise ConfigError(
+                f"{', '.join(_SPANNING)}, repeats: up to {_MOST_CELLS:,} cells for a system, got {num_cells:,}"
+            )
+        for cell in self.cells:
+            self._check_cell(cell)
+
+    def _check_cell(self, cell: GridCell) -> None:
+        name = "num_prompts" if self.num_prompts else "duration_s"
+        if self.num_prompts_of(cell) > PROMPTS_OF_A_CELL:
+            raise ConfigError(
+                f"{name}: up to {PROMPTS_OF_A_CELL:,} requests in a cell, and at rate {cell.rate:g} it has"
+                f" {self.num_prompts_of(cell):,}"
+            )
+        if self.arrival_s(cell) > self.cell_timeout_s:
+            raise ConfigError(
+                f"cell_timeout_s: longer than a cell sends requests, and at rate {cell.rate:g} that is"
+                f" {self.arrival_s(cell):g} s, got {self.cell_timeout_s:g}; give it more, or lower {name}"
             )
 
     def _check_repeated_prompts(self) -> None:
@@ -192,7 +219,9 @@ class GridPlan:
     def _check_scales(self) -> None:
         """A model that computes can be neither slowed nor made smaller, and its KV has the profile's format."""
         dtype = self.effective_profile().geometry.dtype
-        if REAL_SYSTEMS & set(self.systems) and self.dtype not in ("auto", dtype):
+        # By itself vLLM takes 16 bits, also for a model that is written in 32.
+        alike = (dtype,) if dtype == "float32" else ("auto", dtype)
+        if REAL_SYSTEMS & set(self.systems) and self.dtype not in alike:
             raise ConfigError(f"dtype: {dtype} as in the profile {self.profile}, got {self.dtype!r}")
         for name in ("time_scale", "bytes_scale"):
             if REAL_SYSTEMS & set(self.systems) and getattr(self, name) != 1:
@@ -200,16 +229,13 @@ class GridPlan:
 
     def _check_room(self) -> None:
         """A request of full length fits every engine; repeated prompts of a length all fit the prefill engine."""
+        check_chunk(self.chunk_tokens, max(self.prefill_slots, *self.decode_slots), named_by="chunk_tokens")
         bytes_per_token = self.effective_profile().geometry.kv_bytes_per_token
         for name in ("prefill_kv_gib", "decode_kv_gib"):
-            room_tokens = getattr(self, name) * 2**30 // bytes_per_token
-            if room_tokens < self.max_model_len:
-                raise ConfigError(
-                    f"{name}: holds {room_tokens} tokens of {bytes_per_token} bytes, but one request of this plan takes"
-                    f" {self.max_model_len}; give it more, or lower bytes_scale"
-                )
+            room = KvRoom(name, getattr(self, name), bytes_per_token)
+            room.check(self.max_model_len, "one request of this plan takes", "lower bytes_scale")
         repeated_tokens = max(self.num_prompts_of(cell) * cell.input_tokens for cell in self.cells)
-        room_tokens = self.prefill_kv_gib * 2**30 // bytes_per_token
+        room_tokens = KvRoom("prefill_kv_gib", self.prefill_kv_gib, bytes_per_token).num_tokens
         if self.prompts == Prompts.REPEATED and repeated_tokens > room_tokens:
             raise ConfigError(
                 f"prompts: the repeated ones take {repeated_tokens} tokens of KV, but prefill_kv_gib ="
@@ -269,7 +295,7 @@ def load_grid_plan(name: str) -> GridPlan:
         raise ConfigError(
             f"plan: no {name!r}; known are {', '.join(grid_plan_names())}, or give a path that ends in .toml"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # what is no TOML, or no path, is a ValueError
         raise ConfigError(f"plan: {path}: {error}") from error
     try:
         return GridPlan.from_mapping(values)
@@ -286,10 +312,16 @@ def _from_toml(kind: str, value: Any) -> Any:
     """TOML's lists become tuples; a single value may stand for a list of one; whole numbers may stand for others."""
     if kind.startswith("tuple"):
         items = value if isinstance(value, list | tuple) else [value]
-        return tuple(float(item) if "float" in kind and is_int(item) else item for item in items)
-    return float(value) if kind == "float" and is_int(value) else value
+        return tuple(_as_float(item) if "float" in kind else item for item in items)
+    return _as_float(value) if kind == "float" else value
 
 
+def _as_float(value: Any) -> Any:
+    """A whole number as the other kind, where it is not too large for that; what is none as it is."""
+    return float(value) if is_int(value) and abs(value) <= sys.float_info.max else value
+
+
+_SPANNING = ("decode_slots", "input_tokens", "output_tokens", "rates", "seeds")
 _MAY_BE_ZERO = frozenset({"num_prompts", "duration_s", "seeds"})
 
 
@@ -302,11 +334,11 @@ def _check_kind(name: str, kind: str, value: Any) -> None:
         raise ConfigError(f"{name}: a list of different values, at least one, got {list(value)!r}")
     for each in value if is_list else (value,):
         if "int" in kind and not (is_int(each) and _is_in_range(name, each)):
-            raise ConfigError(f"{name}: {_range_text(name, 'whole number')}, got {each!r}")
+            raise ConfigError(f"{name}: {_range_text(name, 'whole number')}, got {shortened(repr(each))}")
         if "float" in kind and not (isinstance(each, float) and math.isfinite(each) and _is_in_range(name, each)):
-            raise ConfigError(f"{name}: {_range_text(name, 'number')}, got {each!r}")
+            raise ConfigError(f"{name}: {_range_text(name, 'number')}, got {shortened(repr(each))}")
         if "str" in kind and not isinstance(each, str):
-            raise ConfigError(f"{name}: text, got {each!r}")
+            raise ConfigError(f"{name}: text, got {shortened(repr(each))}")
 
 
 def _is_in_range(name: str, value: float) -> bool:

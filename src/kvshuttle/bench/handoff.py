@@ -33,7 +33,7 @@ from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import TransportError
 from kvshuttle.handoff.params import Peer
 from kvshuttle.launcher.fleet import Fleet
-from kvshuttle.launcher.machine import free_ports
+from kvshuttle.launcher.machine import free_ports, this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,8 +68,9 @@ def run_handoff(plan: HandoffPlan, out_dir: Path, *, env: Mapping[str, str], say
 
     Raises ``ConfigError`` when the directory holds a run with other knobs, ``LaunchFailed`` when engines do not start.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     profile = effective_profile(plan)
+    plan.check_room(profile.geometry.kv_bytes_per_token)
+    this_machine().check_memory(plan.kv_cache_gib * 2**30, named_by="--kv-cache-gib")
     claim(plan, out_dir)
     done = {(r.system, r.prompt_tokens, r.concurrency, r.background) for r in resume_records(out_dir / RECORDS_FILE)}
     write_facts(out_dir / FACTS_FILE, profile, is_continued=bool(done))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.router_calls import fetch_json
 from kvshuttle.clock import now_s
+from kvshuttle.config.checks import is_int
 from kvshuttle.errors import TransportError
 from kvshuttle.handoff.messages import PROTOCOL_VERSION, Hello, HelloAck, Message, Refused
 from kvshuttle.handoff.wire import MessageCodec
@@ -63,8 +64,19 @@ def pool_of(card: EngineCard) -> Pool:
 
 def model_of(url: str) -> str:
     """The first model that an engine serves. Raises ``PeerUnreachable``."""
-    models = fetch_json(url, "/v1/models").get("data") or [{}]
-    return str(models[0].get("id", ""))
+    return str(_model_of(url).get("id", ""))
+
+
+def max_model_len_of(url: str) -> int:
+    """The longest prompt with its answer that the same model takes; 0 where it does not say."""
+    length = _model_of(url).get("max_model_len")
+    return int(length or 0) if is_int(length) else 0
+
+
+def _model_of(url: str) -> dict[str, Any]:
+    models = fetch_json(url, "/v1/models").get("data")
+    first = models[0] if isinstance(models, list) and models else {}
+    return first if isinstance(first, dict) else {}
 
 
 def total_over(engines: Sequence[ProcessPlan], series: str) -> float:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvshuttle.bench.plan_file import Benchmark, check_finite, knobs_in
+from kvshuttle.bench.kv_room import KvRoom, check_chunk
+from kvshuttle.bench.plan_file import Benchmark, check_whole_numbers, knobs_in, option_of
+from kvshuttle.config.checks import check_numbers
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+PAIR_SLOTS = 32
+"""Requests that each engine of a pair runs at a time."""
 BLOCK_SIZE_TOKENS = 128
 """Of engines that benchmarks start with pools of a given number of blocks; vLLM's default on the CPU."""
 
@@ -86,24 +90,19 @@ class HandoffPlan:
     """Longest wait until a pair of engines is healthy."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        check_numbers(self, option_of)
         for name in self.systems:
             if name not in tuple(SystemName):
                 raise ConfigError(f"--system: one of {', '.join(SystemName)}, got {name!r}")
         for option in ("prompt_tokens", "concurrency", "background"):
-            lowest = 0 if option == "background" else 1
-            if not getattr(self, option) or any(_whole(text) < lowest for text in getattr(self, option)):
-                raise ConfigError(
-                    f"--{option.replace('_', '-')}: whole numbers from {lowest} on, got {getattr(self, option)}"
-                )
-            if len({int(text) for text in getattr(self, option)}) < len(getattr(self, option)):
-                raise ConfigError(f"--{option.replace('_', '-')}: each number once, got {getattr(self, option)}")
+            check_whole_numbers(option, getattr(self, option), least=0 if option == "background" else 1)
         for option in (
             "time_scale", "bytes_scale", "repeats", "chunk_tokens", "output_tokens", "kv_cache_gib",
             "startup_timeout_s",
         ):  # fmt: skip
             if not getattr(self, option) > 0:
                 raise ConfigError(f"--{option.replace('_', '-')}: a number above 0, got {getattr(self, option)}")
+        check_chunk(self.chunk_tokens, PAIR_SLOTS, named_by="--chunk-tokens")
 
     @property
     def cells(self) -> list[Cell]:
@@ -124,6 +123,18 @@ class HandoffPlan:
         """Room for the longest prompt and for background requests."""
         return max(int(text) for text in self.prompt_tokens) + BACKGROUND_TOKENS + self.output_tokens
 
+    def check_room(self, bytes_per_token: int) -> None:
+        """Raises ``ConfigError`` where what is in use at a time does not fit an engine's KV memory."""
+        room = KvRoom("--kv-cache-gib", self.kv_cache_gib, bytes_per_token)
+        lower = "lower --bytes-scale"
+        room.check(self.max_model_len, "one request of full length takes", f"{lower} or --prompt-tokens")
+        cell = max(self.cells, key=self._tokens_at_a_time)
+        together = f"what is there at a time ({cell.text}) takes"
+        room.check(self._tokens_at_a_time(cell), together, f"{lower}, --concurrency or --background")
+
+    def _tokens_at_a_time(self, cell: Cell) -> int:
+        return cell.concurrency * (cell.prompt_tokens + self.output_tokens) + cell.background * BACKGROUND_TOKENS
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> HandoffPlan:
         """From what ``mapping_of`` gives, or options. Raises ``ConfigError`` naming an unknown key."""
@@ -132,7 +143,3 @@ class HandoffPlan:
 
 BACKGROUND_TOKENS = 2048
 """Longest prompt and answer of a background request."""
-
-
-def _whole(text: str) -> int:
-    return int(text) if text.isdecimal() else -1

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from dataclasses import MISSING, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from kvshuttle.bench.run_files import PLAN_FILE
+from kvshuttle.config.checks import check_number, shortened
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from dataclasses import Field
     from pathlib import Path
-
-    from _typeshed import DataclassInstance
 
 
 class Benchmark(StrEnum):
@@ -46,6 +44,7 @@ P = TypeVar("P", bound=Plan)
 OPTION_NAMES = {"systems": "system", "modes": "mode", "clients": "client", "is_quiet_wait": "quiet-wait"}
 """Of knobs whose options have other names."""
 _BENCHMARK_KEY = "benchmark"
+_MOST_DIGITS = 20
 
 
 def option_of(name: str) -> str:
@@ -53,12 +52,15 @@ def option_of(name: str) -> str:
     return f"--{OPTION_NAMES.get(name, name.replace('_', '-'))}"
 
 
-def check_finite(plan: DataclassInstance) -> None:
-    """Raises ``ConfigError`` for a knob that is infinite or no number."""
-    for knob in fields(plan):
-        value = getattr(plan, knob.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{option_of(knob.name)}: a finite number, got {value:g}")
+def check_whole_numbers(name: str, texts: Sequence[str], *, least: int) -> None:
+    """Raises ``ConfigError`` naming the option of a knob that lists whole numbers, where something else is in it."""
+    numbers = [int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else text for text in texts]
+    for number in numbers or ["nothing"]:
+        if isinstance(number, str) or number < least:
+            raise ConfigError(f"{option_of(name)}: whole numbers from {least} on, got {shortened(number)}")
+        check_number(name, number, option_of(name))
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{option_of(name)}: each number once, got {', '.join(texts)}")
 
 
 def mapping_of(plan: Plan) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def claim(plan: P, out_dir: Path) -> P:
     A directory holds one plan of one benchmark, and only ``growing`` knobs may have other values from call to call.
     Raises ``ConfigError`` when it holds another one.
     """
+    out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / PLAN_FILE
     if path.exists():
         is_same_kind = benchmark_in(out_dir) is plan.benchmark
@@ -118,7 +121,7 @@ def read_plan(kind: type[P], out_dir: Path) -> P:
     values.pop(_BENCHMARK_KEY, None)
     try:
         return kind.from_mapping(values)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--out: {out_dir / PLAN_FILE} is no plan of this benchmark: {error}") from error
 
 
@@ -135,7 +138,7 @@ def _read(out_dir: Path) -> dict[str, Any]:
     path = out_dir / PLAN_FILE
     try:
         values = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--out: {path} is no plan: {error}; choose another directory") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--out: {path} is no plan, but {values!r}; choose another directory")

@@ -53,7 +53,9 @@ def _call(url: str, method: str, path: str, headers: dict[str, str]) -> dict[str
     try:
         with contextlib.closing(connection):
             connection.request(method, path, headers=headers)
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            answer = json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise PeerUnreachable(f"{url}{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, dict):
+        raise PeerUnreachable(f"{url}{path}: answers what is no JSON object")
     return answer

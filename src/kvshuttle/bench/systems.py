@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from kvshuttle.bench.plan import HandoffPlan, SystemName
+from kvshuttle.bench.plan import PAIR_SLOTS, HandoffPlan, SystemName
 from kvshuttle.config import QUIET_WAITS_VARIABLE
 from kvshuttle.emulate.settings import additional_config
 from kvshuttle.handoff.params import Mode
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "emulated"
 WORKER_CLASS = "kvshuttle.emulate.worker.EmulatedWorker"
-_PAIR_SLOTS = 32
 _PAUSE_US = 1000
 
 
@@ -119,7 +118,7 @@ def emulation_args(*, trace_dir: Path | None = None, progress: Progress = Progre
 
 def plan_pair(system: System, plan: HandoffPlan, places: Places, ports: Iterator[int], python: str) -> FleetPlan:
     """One prefill and one decode engine with emulated accelerators, and ``system``'s connector between them."""
-    knobs = EngineKnobs(plan.max_model_len, plan.chunk_tokens, _PAIR_SLOTS, plan.kv_cache_gib, plan.is_quiet_wait)
+    knobs = EngineKnobs(plan.max_model_len, plan.chunk_tokens, PAIR_SLOTS, plan.kv_cache_gib, plan.is_quiet_wait)
     engines = tuple(
         plan_engine(system, role, f"{role}-0", knobs, places, ports, python) for role in (Role.PREFILL, Role.DECODE)
     )

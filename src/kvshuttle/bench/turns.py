@@ -29,6 +29,7 @@ from kvshuttle.bench.turns_figures import kept_beside_cache, looks_since, ttft_s
 from kvshuttle.bench.turns_fleet import (
     Host,
     Subject,
+    check_pools,
     emulated_subject,
     plan_front_of_turns,
     plan_pair_of_turns,
@@ -81,16 +82,17 @@ def run_turns(plan: TurnsPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     Raises ``ConfigError`` when the directory holds a run with other knobs, ``LaunchFailed`` when engines do not start,
     ``TransportError`` when not even a short conversation works.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
+    machine = this_machine()
     if plan.profile:
         profile = effective_profile(plan)
+        check_pools(plan, profile.geometry.kv_bytes_per_token, machine)
         claim(plan, out_dir)
         subject = emulated_subject(plan, profile, out_dir / "model")
     else:
         model = find_model(plan.model, cache_dir_from(env), env=env, report=say)
-        subject = real_subject(plan, model)
+        subject = real_subject(plan, model, machine)
         claim(plan, out_dir)
-    host = Host(this_machine(), free_ports(random.Random()), sys.executable)
+    host = Host(machine, free_ports(random.Random()), sys.executable)
     done = {record.cell for record in resume_turn_records(out_dir / RECORDS_FILE)}
     write_facts(out_dir / FACTS_FILE, subject.profile, is_continued=bool(done))
     waiting = [cell for cell in plan.cells if cell.name not in done]

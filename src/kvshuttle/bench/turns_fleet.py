@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.fleets import plan_proxy
-from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS, PAIR_SLOTS
+from kvshuttle.bench.plan_file import option_of
 from kvshuttle.bench.proxy import ProxyMode
 from kvshuttle.bench.systems import EMULATION_ENV, MODEL_NAME, Progress, emulation_args
 from kvshuttle.bench.texts import emulated_words, prose
 from kvshuttle.bench.turns_plan import PrefillCache, TurnsSystem
-from kvshuttle.config import LauncherConfig, ModeChoice
+from kvshuttle.config import Device, LauncherConfig, ModeChoice
 from kvshuttle.emulate.model_dir import write_model_dir
 from kvshuttle.errors import ConfigError
+from kvshuttle.launcher.model_config import context_tokens_in, kv_bytes_per_token_in, read_model_config
 from kvshuttle.launcher.plan import EngineSettings, FleetPlan, Machine, Role, plan_engines, plan_router, served_name
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from kvshuttle.emulate.profile import Profile
     from kvshuttle.launcher.plan import ProcessPlan
 
-_MODEL_LEN_KEY = "max_position_embeddings"
-_MAX_NUM_SEQS = 32
 _FIRST_BYTE_TIMEOUT_S = 900.0
 
 
@@ -44,16 +44,27 @@ class Subject:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def real_subject(plan: TurnsPlan, model: Path | str) -> Subject:
-    """A model found at ``model``. Raises ``ConfigError`` when its context is too short for the plan."""
+def real_subject(plan: TurnsPlan, model: Path | str, machine: Machine) -> Subject:
+    """A model found at ``model``. Raises ``ConfigError`` when the plan takes longer conversations, or more memory."""
     if isinstance(model, Path):
-        longest = json.loads((model / "config.json").read_text()).get(_MODEL_LEN_KEY, 0)
+        config = read_model_config(model)
+        longest = context_tokens_in(config)
         if 0 < longest < plan.max_model_len:
             raise ConfigError(
                 f"--turns: conversations may come to {plan.max_model_len} tokens, and {plan.model} takes {longest};"
                 " fewer turns, or a smaller --first-tokens or --turn-tokens"
             )
+        if not machine.computes_on_gpu(Device.AUTO):
+            check_pools(plan, kv_bytes_per_token_in(config, plan.dtype), machine)
     return Subject(served_name(LauncherConfig(model=plan.model)), model, plan.dtype, prose)
+
+
+def check_pools(plan: TurnsPlan, bytes_per_token: int, machine: Machine) -> None:
+    """Raises ``ConfigError`` for KV memory that the machine does not have."""
+    for name in ("prefill_pool_tokens", "decode_pool_tokens"):
+        num_bytes = plan.pool_blocks(getattr(plan, name)) * BLOCK_SIZE_TOKENS * bytes_per_token
+        advice = "give less, or where it is left open fewer --conversations or --turns"
+        machine.check_memory(num_bytes, named_by=option_of(name), advice=advice)
 
 
 def emulated_subject(plan: TurnsPlan, profile: Profile, model_dir: Path) -> Subject:
@@ -81,7 +92,7 @@ def plan_pair_of_turns(
     shared = (
         "--block-size", str(BLOCK_SIZE_TOKENS),
         "--max-num-batched-tokens", str(plan.chunk_tokens),
-        "--max-num-seqs", str(_MAX_NUM_SEQS),
+        "--max-num-seqs", str(PAIR_SLOTS),
         *(subject.args if is_ours else emulation_args(progress=Progress.PACED)),
     )  # fmt: skip
     caching = () if setting.prefill_cache is not PrefillCache.OFF else ("--no-enable-prefix-caching",)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
-from kvshuttle.bench.plan_file import Benchmark, check_finite, knobs_in, option_of
+from kvshuttle.bench.kv_room import check_chunk
+from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS, PAIR_SLOTS
+from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
 from kvshuttle.blocks import num_blocks_for
+from kvshuttle.config.checks import check_numbers
 from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.params import Mode
 
@@ -193,7 +195,7 @@ class TurnsPlan:
     """Longest wait until a pair of engines is healthy."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        check_numbers(self, option_of)
         self._check_choices()
         for name in (
             "time_scale", "bytes_scale", "conversations", "turns", "first_tokens", "turn_tokens", "output_tokens",
@@ -201,6 +203,7 @@ class TurnsPlan:
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{option_of(name)}: a number above 0, got {getattr(self, name)}")
+        check_chunk(self.chunk_tokens, PAIR_SLOTS, named_by="--chunk-tokens")
         if not self.think_s >= 0:
             raise ConfigError(f"--think-s: a number of seconds, 0 or more, got {self.think_s}")
         for name in ("prefill_pool_tokens", "decode_pool_tokens"):

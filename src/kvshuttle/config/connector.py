@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvshuttle.config.checks import is_duration, is_int
+from kvshuttle.config.checks import check_numbers, is_duration, is_int
 from kvshuttle.errors import ConfigError
 
 
@@ -65,6 +65,7 @@ class ConnectorConfig:
     in the same way when it has found one."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         for name in (knob.name for knob in fields(self) if knob.name.endswith("_s")):
             if not is_duration(getattr(self, name)):
                 raise ConfigError(f"{name}: a number of seconds above 0, got {getattr(self, name)!r}")

@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 from dataclasses import MISSING, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.config.knob_docs import attribute_docs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+def given_path(text: str) -> Path:
+    """A path on the command line, as the ``type`` of an option: none stands for the current directory by accident."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"a path, or . for the current directory, got {text!r}")
+    return Path(text)
 
 
 def add_knobs(

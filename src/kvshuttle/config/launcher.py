@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.config.checks import check_numbers
 from kvshuttle.config.connector import ConnectorConfig
 from kvshuttle.config.router import ModeChoice
 from kvshuttle.errors import ConfigError
@@ -68,6 +68,7 @@ class LauncherConfig:
     """Start a process that dies while serving again, at the same ports."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, lambda name: f"--{_option(name)}")
         for name in ("num_prefill", "num_decode", "kv_cache_gib"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{_option(name)}: 1 or more, got {getattr(self, name)}")
@@ -78,8 +79,6 @@ class LauncherConfig:
         for name in ("startup_timeout_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{_option(name)}: a number of seconds above 0, got {getattr(self, name)}")
-            if getattr(self, name) == math.inf:
-                raise ConfigError(f"--{_option(name)}: a finite number of seconds, got inf")
         taken = {arg.partition("=")[0] for arg in self.router_args} & {"--host", "--port"}
         if taken:
             raise ConfigError(f"--router-arg: {min(taken)} is an option of the launcher itself; give it there")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from kvshuttle.config.checks import is_duration, is_int
+from kvshuttle.config.checks import check_numbers, is_duration, is_int
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ class RouterConfig:
     """One JSON line for each request, without any of its text."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         self._validate_engines()
         self._validate_texts()
         self._validate_choices()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvshuttle.config.checks import is_int, shortened
 from kvshuttle.emulate.geometry import Geometry
 from kvshuttle.errors import ConfigError
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PROFILE_DIR = Path(__file__).parent / "profiles"
+_MOST = 1_000_000
+"""Of milliseconds, requests at a time, and how many times longer."""
+_MOST_CONTEXT = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +254,12 @@ def _decode_cost(table: Mapping[str, Any]) -> DecodeCost:
     axes = {}
     for key in ("batches", "contexts"):
         values = table[key]
-        is_list = isinstance(values, list) and values and all(isinstance(v, int) and v > 0 for v in values)
+        most = _MOST if key == "batches" else _MOST_CONTEXT
+        is_list = isinstance(values, list) and values and all(is_int(v) and 0 < v <= most for v in values)
         if not is_list or values != sorted(set(values)):
-            raise ConfigError(f"decode.{key}: a rising list of whole numbers above 0, got {values!r}")
+            raise ConfigError(
+                f"decode.{key}: a rising list of whole numbers from 1 to {most:,}, got {shortened(repr(values))}"
+            )
         axes[key] = tuple(values)
     rows = table["steps_ms"]
     if not isinstance(rows, list) or len(rows) != len(axes["batches"]):
@@ -267,18 +273,18 @@ def _decode_cost(table: Mapping[str, Any]) -> DecodeCost:
 
 def _milliseconds(field: str, value: Any) -> float:
     if not _is_number(value) or value < 0:
-        raise ConfigError(f"{field}: a number of milliseconds, 0 or more, got {value!r}")
+        raise ConfigError(f"{field}: a number of milliseconds, 0 to {_MOST:,}, got {shortened(repr(value))}")
     return float(value)
 
 
 def _times(field: str, value: Any) -> float:
     if not _is_number(value) or value < 1:
-        raise ConfigError(f"{field}: how many times longer, 1 or more, got {value!r}")
+        raise ConfigError(f"{field}: how many times longer, 1 to {_MOST:,}, got {shortened(repr(value))}")
     return float(value)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and value <= _MOST
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:

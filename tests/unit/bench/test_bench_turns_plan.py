@@ -42,7 +42,7 @@ def option(process: ProcessPlan, name: str) -> str:
 @pytest.fixture
 def real(tmp_path: Path) -> Subject:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
-    return real_subject(TurnsPlan(), tmp_path)
+    return real_subject(TurnsPlan(), tmp_path, Machine(cores=(0, 1)))
 
 
 # --- cells ---
@@ -209,7 +209,7 @@ def test_engines_differ_only_where_the_cell_does(real: Subject) -> None:
 def test_a_real_model_must_take_what_the_conversations_come_to(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
     with pytest.raises(ConfigError, match="--turns: conversations may come to 7680 tokens, and smollm2 takes 2048"):
-        real_subject(TurnsPlan(), tmp_path)
+        real_subject(TurnsPlan(), tmp_path, Machine(cores=(0, 1)))
 
 
 def test_emulated_engines_have_no_core_of_their_own_and_no_weights(tmp_path: Path) -> None:

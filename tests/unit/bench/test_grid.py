@@ -129,6 +129,8 @@ def test_engines_stay_while_only_the_mode_changes(stage: Stage, tmp_path: Path) 
 def test_engines_that_compute_are_others_with_a_model_of_their_own(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text('{"dtype": "bfloat16"}')
     monkeypatch.setattr(grid, "find_model", lambda model, *_, **__: tmp_path / model)
     models: list[str] = []
     monkeypatch.setattr(grid, "FleetPlan", lambda name, engines: models.append(name) or FleetPlan(name, engines))
