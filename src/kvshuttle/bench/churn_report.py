@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
@@ -31,9 +30,11 @@ from kvshuttle.bench.churn_verdict import (
     well_part,
 )
 from kvshuttle.bench.figures import percentile
+from kvshuttle.bench.machine_facts import read_facts
 from kvshuttle.bench.markdown import NOTHING, machine_rows
 from kvshuttle.bench.plan_file import command_of, read_plan
 from kvshuttle.bench.plots import Axes, Series, line_chart
+from kvshuttle.bench.record_file import there_must_be
 from kvshuttle.bench.run_files import FACTS_FILE, PAGE_FILE, RECORDS_FILE, REPORT_FILE
 from kvshuttle.bench.sections import Section, as_markdown, as_page
 
@@ -59,7 +60,7 @@ _MOST_ROWS = 40
 
 def read_churn_results(directory: Path) -> ChurnResults:
     """A run's directory. Raises ``OSError`` when it is none, ``ConfigError`` when its plan cannot be read."""
-    facts = json.loads((directory / FACTS_FILE).read_text())
+    facts = read_facts(directory / FACTS_FILE, is_emulated=False)
     return ChurnResults(read_plan(ChurnPlan, directory), facts, read_churn_records(directory / RECORDS_FILE))
 
 
@@ -70,7 +71,9 @@ def read_verdict(directory: Path) -> Verdict:
 
 def write_churn_report(directory: Path) -> Path:
     """Write Markdown and page beside the records and return the page's path. Raises like ``read_churn_results``."""
-    sections = report_sections(read_churn_results(directory))
+    results = read_churn_results(directory)
+    there_must_be(results.records, directory)
+    sections = report_sections(results)
     (directory / REPORT_FILE).write_text(as_markdown(TITLE, sections))
     page = directory / PAGE_FILE
     page.write_text(as_page(TITLE, sections, STYLES))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshuttle.bench.grid_plan import GridPlan, GridSystem
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord, Served, read_cells, requests_of
+from kvshuttle.bench.machine_facts import read_facts
 from kvshuttle.bench.plan_file import read_plan
+from kvshuttle.bench.record_file import there_must_be
 from kvshuttle.bench.run_files import CELLS_FILE, FACTS_FILE
 
 if TYPE_CHECKING:
@@ -88,5 +89,5 @@ def point_of(record: CellRecord) -> Point:
 def load_grid(directory: Path) -> GridResults:
     """A run's directory. Raises ``OSError`` when it is not one, ``ConfigError`` when its plan cannot be read."""
     plan = read_plan(GridPlan, directory)
-    facts = json.loads((directory / FACTS_FILE).read_text())
-    return GridResults(plan, facts, read_cells(directory / CELLS_FILE))
+    facts = read_facts(directory / FACTS_FILE, is_emulated=True)
+    return GridResults(plan, facts, there_must_be(read_cells(directory / CELLS_FILE), directory))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.bench.figures import percentile
+from kvshuttle.bench.machine_facts import read_facts
 from kvshuttle.bench.markdown import NOTHING, machine_rows, pairs, table
 from kvshuttle.bench.plan import HandoffPlan, SystemName
 from kvshuttle.bench.plan_file import read_plan
+from kvshuttle.bench.record_file import there_must_be
 from kvshuttle.bench.records import CellDone, HandoffRecord, PaceRecord, Record, read_records
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.systems import SYSTEMS
@@ -65,8 +66,8 @@ class Results:
 def load_results(directory: Path) -> Results:
     """A run's directory. Raises ``OSError`` when it is not one, ``ConfigError`` when its plan cannot be read."""
     plan = read_plan(HandoffPlan, directory)
-    facts = json.loads((directory / FACTS_FILE).read_text())
-    return Results(plan, facts, read_records(directory / RECORDS_FILE))
+    facts = read_facts(directory / FACTS_FILE, is_emulated=True)
+    return Results(plan, facts, there_must_be(read_records(directory / RECORDS_FILE), directory))
 
 
 def handoff_markdown(directory: Path) -> str:

