@@ -72,6 +72,7 @@ def test_every_option_of_up_reaches_the_configuration() -> None:
         (["up", "--router-arg", "a'b"], "--router-arg: "),
         (["up", "--router-arg", "--port 3"], "--router-arg: --port is an option of the launcher itself"),
         (["up", "--startup-timeout-s", "inf"], "--startup-timeout-s: a finite number, got inf"),
+        (["up", "--dtype", "int3"], "--dtype: one of auto, half, float16, bfloat16, float, float32, got 'int3'"),
         (["up", "--prefill", "100000"], "--prefill: up to 1,000, got 100000"),
         (["up", "--decode", str(10**22)], "--decode: up to 1,000, got 1" + "0" * 22),
         (["up", "--port", "0", "--prefill", "999"], "--prefill, --decode: 1,000 engines, and this machine has "),

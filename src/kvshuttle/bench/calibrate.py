@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvshuttle.launcher.plan import Machine, ProcessPlan
 
 _WARM_UP_ROUNDS = 2
-_LENGTH_OPTIONS = ("--prompt-tokens", "--contexts")
+_LENGTH_OPTIONS = ("--prompt-tokens", "--contexts", "--steps")
 _WARM_UP_TOKENS = 160
 """More than a block, also where blocks are as large as on the CPU."""
 

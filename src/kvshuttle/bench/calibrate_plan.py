@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from kvshuttle.bench.kv_room import KvRoom, check_chunk
 from kvshuttle.bench.plan import PAIR_SLOTS
 from kvshuttle.bench.plan_file import check_whole_numbers, option_of
-from kvshuttle.config.checks import check_numbers
+from kvshuttle.config.checks import check_dtype, check_numbers
 from kvshuttle.config.router import EngineRole, EngineSpec
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _FEWEST_LENGTHS = 3
 
 
@@ -58,7 +58,8 @@ class CalibratePlan:
     def __post_init__(self) -> None:
         check_numbers(self, option_of)
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"--name: small letters, digits, points and dashes, got {self.name!r}")
+            raise ConfigError(f"--name: up to 100 small letters, digits, points and dashes, got {self.name!r}")
+        check_dtype("--dtype", self.dtype)
         self._check_numbers()
         if bool(self.prefill) != bool(self.decode):
             missing = "--decode" if self.prefill else "--prefill"
@@ -84,9 +85,9 @@ class CalibratePlan:
     def check_room(self, bytes_per_token: int) -> None:
         """Raises ``ConfigError`` where what is in use at a time does not fit the KV of a pair that is started."""
         room = KvRoom("--kv-cache-gib", self.kv_cache_gib, bytes_per_token)
-        room.check(self.max_model_len, "one request takes", "lower --prompt-tokens or --contexts")
+        room.check(self.max_model_len, "one request takes", "lower --prompt-tokens, --contexts or --steps")
         decoding = self.batch_sizes[-1] * (self.context_tokens[-1] + 1 + self.steps)
-        room.check(decoding, f"{self.batch_sizes[-1]} that decode take", "lower --batches or --contexts")
+        room.check(decoding, f"{self.batch_sizes[-1]} that decode take", "lower --batches, --contexts or --steps")
 
     def _check_numbers(self) -> None:
         for option in ("prompt_tokens", "contexts", "batches"):

@@ -125,7 +125,7 @@ class ChurnPlan:
             if getattr(self, name) < fewest:
                 raise ConfigError(
                     f"{option_of(name)}: {fewest} or more, which the longest request takes, got {getattr(self, name)};"
-                    " fewer --turns or --turn-tokens make it shorter"
+                    " fewer --turns, --turn-tokens, --prompt-tokens or --output-tokens make it shorter"
                 )
 
     def check_machine(self, machine: Machine, bytes_per_token: int) -> None:

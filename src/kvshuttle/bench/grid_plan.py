@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvshuttle.bench.kv_room import KvRoom, check_chunk
 from kvshuttle.bench.plan_file import Benchmark
-from kvshuttle.config.checks import check_numbers, is_int, shortened
+from kvshuttle.config.checks import check_dtype, check_numbers, is_int, shortened
 from kvshuttle.emulate.profile import effective_profile
 from kvshuttle.errors import ConfigError
 
@@ -174,6 +174,7 @@ class GridPlan:
             raise ConfigError(f"prompts: one of {', '.join(Prompts)}, got {self.prompts!r}")
         for knob in fields(self):
             _check_kind(knob.name, str(knob.type), getattr(self, knob.name))
+        check_dtype("dtype", self.dtype)
         if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):
             raise ConfigError(f"rates: different in their first six digits, got {list(self.rates)}")
         self._check_amount()

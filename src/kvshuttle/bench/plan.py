@@ -127,10 +127,16 @@ class HandoffPlan:
         """Raises ``ConfigError`` where what is in use at a time does not fit an engine's KV memory."""
         room = KvRoom("--kv-cache-gib", self.kv_cache_gib, bytes_per_token)
         lower = "lower --bytes-scale"
-        room.check(self.max_model_len, "one request of full length takes", f"{lower} or --prompt-tokens")
+        room.check(
+            self.max_model_len, "one request of full length takes", f"{lower}, --prompt-tokens or --output-tokens"
+        )
         cell = max(self.cells, key=self._tokens_at_a_time)
         together = f"what is there at a time ({cell.text}) takes"
-        room.check(self._tokens_at_a_time(cell), together, f"{lower}, --concurrency or --background")
+        room.check(
+            self._tokens_at_a_time(cell),
+            together,
+            f"{lower}, --prompt-tokens, --output-tokens, --concurrency or --background",
+        )
 
     def _tokens_at_a_time(self, cell: Cell) -> int:
         return cell.concurrency * (cell.prompt_tokens + self.output_tokens) + cell.background * BACKGROUND_TOKENS

@@ -52,7 +52,7 @@ def real_subject(plan: TurnsPlan, model: Path | str, machine: Machine) -> Subjec
         if 0 < longest < plan.max_model_len:
             raise ConfigError(
                 f"--turns: conversations may come to {plan.max_model_len} tokens, and {plan.model} takes {longest};"
-                " fewer turns, or a smaller --first-tokens or --turn-tokens"
+                " fewer turns, or a smaller --first-tokens, --turn-tokens or --output-tokens"
             )
         if not machine.computes_on_gpu(Device.AUTO):
             check_pools(plan, kv_bytes_per_token_in(config, plan.dtype), machine)

@@ -10,7 +10,7 @@ from kvshuttle.bench.kv_room import check_chunk
 from kvshuttle.bench.plan import BLOCK_SIZE_TOKENS, PAIR_SLOTS
 from kvshuttle.bench.plan_file import Benchmark, knobs_in, option_of
 from kvshuttle.blocks import num_blocks_for
-from kvshuttle.config.checks import check_numbers
+from kvshuttle.config.checks import check_dtype, check_numbers
 from kvshuttle.errors import ConfigError
 from kvshuttle.handoff.params import Mode
 
@@ -196,6 +196,7 @@ class TurnsPlan:
 
     def __post_init__(self) -> None:
         check_numbers(self, option_of)
+        check_dtype("--dtype", self.dtype)
         self._check_choices()
         for name in (
             "time_scale", "bytes_scale", "conversations", "turns", "first_tokens", "turn_tokens", "output_tokens",

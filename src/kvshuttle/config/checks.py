@@ -45,6 +45,7 @@ _MOST_COUNTED = 10_000
 _MOST_MEASURED = 1_000_000
 _LEAST_MEASURED = 1e-6
 _LONGEST_SHOWN = 40
+_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
 
 def is_duration(value: object) -> bool:
@@ -83,6 +84,12 @@ def check_number(name: str, value: object, shown_as: str = "", *, is_measured: b
         raise ConfigError(f"{field}: up to {most:,}, got {shortened(value)}")
     if isinstance(value, float) and 0 < value < _LEAST_MEASURED:
         raise ConfigError(f"{field}: {_LEAST_MEASURED:f} or more, got {value:g}")
+
+
+def check_dtype(field: str, value: str) -> None:
+    """Raises ``ConfigError`` for what vLLM's ``--dtype`` does not take: engines would die of it a minute later."""
+    if value not in _DTYPES:
+        raise ConfigError(f"{field}: one of {', '.join(_DTYPES)}, got {shortened(repr(value))}")
 
 
 def shortened(value: object) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from kvshuttle.config.checks import check_numbers
+from kvshuttle.config.checks import check_dtype, check_numbers
 from kvshuttle.config.connector import ConnectorConfig
 from kvshuttle.config.router import ModeChoice
 from kvshuttle.errors import ConfigError
@@ -79,6 +79,7 @@ class LauncherConfig:
         for name in ("startup_timeout_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{_option(name)}: a number of seconds above 0, got {getattr(self, name)}")
+        check_dtype("--dtype", self.dtype)
         taken = {arg.partition("=")[0] for arg in self.router_args} & {"--host", "--port"}
         if taken:
             raise ConfigError(f"--router-arg: {min(taken)} is an option of the launcher itself; give it there")

@@ -73,7 +73,7 @@ def test_no_number_of_a_benchmark_may_be_out_of_all_proportion(kind: Any) -> Non
         (
             "handoff --concurrency 64",
             "--kv-cache-gib: holds 65536 tokens of 65536 bytes, but what is there at a time (6144 tokens x 64, 4"
-            " decoding) takes 401920; give it more, or lower --bytes-scale, --concurrency or --background",
+            " decoding) takes 401920; give it more, or lower --bytes-scale, --prompt-tokens, --output-tokens,",
         ),
         (
             "handoff --kv-cache-gib 99999",
@@ -93,6 +93,8 @@ def test_no_number_of_a_benchmark_may_be_out_of_all_proportion(kind: Any) -> Non
         ),
         ("calibrate --chunk-tokens 8", "--chunk-tokens: 32 or more, a token for each request that an engine runs at a"),
         ("churn --decode-slots 1025", "--decode-slots: up to 1024, got 1025"),
+        ("turns --dtype int3", "--dtype: one of auto, half, float16, bfloat16, float, float32, got 'int3'"),
+        ("calibrate --dtype int3", "--dtype: one of auto, half, float16, bfloat16, float, float32, got 'int3'"),
         ("run nowhere", "plan: no 'nowhere'; known are "),
     ],
 )
@@ -130,7 +132,7 @@ def test_a_models_configuration_that_cannot_be_is_told_before_engines_start(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt-tokens", "9000"], "--prompt-tokens, --contexts: requests may come to 9080 tokens, and "),
+        (["--prompt-tokens", "9000"], "--prompt-tokens, --contexts, --steps: requests may come to 9080 tokens, and "),
         (
             ["--contexts", "4000", "--batches", "32"],
             "--kv-cache-gib: holds 93206 tokens of 23040 bytes, but 32 that deco",

@@ -51,7 +51,8 @@ ONE = HandOffTimes(1.0, 2.0, 3.0)
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--name", "My profile"], "--name: small letters, digits, points and dashes, got 'My profile'"),
+        (["--name", "My profile"], "--name: up to 100 small letters, digits, points and dashes, got 'My profile'"),
+        (["--name", "a" * 101], "--name: up to 100 small letters"),
         (["--prompt-tokens", "12k"], "--prompt-tokens: whole numbers from 1 on, got 12k"),
         (["--prompt-tokens", "128", "--prompt-tokens", "256"], "--prompt-tokens: three different lengths or more"),
         (["--batches", "0"], "--batches: whole numbers from 1 on, got 0"),

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
             },
             "dtype: float32 as in the profile cpu2-smollm2-135m, got 'auto'",
         ),
+        ({"dtype": "int3"}, "dtype: one of auto, half, float16, bfloat16, float, float32, got 'int3'"),
         ({"speed": 1}, "speed: unknown key; known are systems, rates,"),
     ],
 )
