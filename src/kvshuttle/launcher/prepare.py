@@ -96,7 +96,11 @@ def _check_files(around: Surroundings) -> None:
     if around.state_path is None:
         return
     check_directory("--state", around.state_path.parent)
-    if around.state_path.is_dir():
+    try:
+        is_dir = around.state_path.is_dir()
+    except OSError as error:  # a name that is too long
+        raise ConfigError(f"--state: {error.strerror}: {around.state_path}; give another file") from error
+    if is_dir:
         raise ConfigError(f"--state: {around.state_path} is a directory; give a file")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import random
 import re
 import signal
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -18,6 +20,7 @@ import orjson
 
 from kvshuttle.clock import now_s
 from kvshuttle.config import ModeChoice, PrefillFailurePolicy
+from kvshuttle.config.checks import shortened
 from kvshuttle.errors import ConfigError, RequestError
 from kvshuttle.policy import ConversationTable
 from kvshuttle.router.conversations import Conversations, caller_from
@@ -91,7 +94,7 @@ class Router:
         try:
             port = await self._server.start()
         except (OSError, UnicodeError) as error:  # the latter for names that DNS cannot hold
-            raise ConfigError(f"port: cannot listen on {self.config.host} port {self.config.port}: {error}") from error
+            raise _cannot_listen(self.config, error) from error
         self.prober.start()
         self.conversations.start()
         return port
@@ -305,3 +308,13 @@ def _send_error(responder: Responder, error: RequestError, allow: bytes) -> None
         headers,
         error_body(str(error), status=error.status, kind=kind, param=error.param, code=error.code),
     )
+
+
+def _cannot_listen(config: RouterConfig, error: OSError | UnicodeError) -> ConfigError:
+    is_of_host = (
+        not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    )
+    fix = "host", "give an address of this machine, such as 127.0.0.1"
+    name, advice = fix if is_of_host else ("port", "choose another, or 0 for a free one")
+    where = f"{shortened(config.host)} port {config.port}"
+    return ConfigError(f"{name}: cannot listen on {where}: {error}; {advice}")

@@ -66,6 +66,7 @@ def test_a_sound_configuration_is_planned_with_the_routers_arguments(tmp_path: P
         ({}, {"log_dir": Path("/proc/x")}, "--log-dir: cannot write to /proc/x"),
         ({}, {"state_path": Path("/proc/x/y")}, "--state: cannot write to /proc/x"),
         ({}, {"state_path": Path("/tmp")}, "--state: /tmp is a directory"),
+        ({}, {"state_path": Path("/tmp") / ("s" * 300)}, "--state: File name too long: /tmp/sss"),
         ({"host": "203.0.113.1"}, {}, "--host: 203.0.113.1 is not an address of this machine"),
         ({"host": "203.0.113.1", "port": 8000}, {}, "--host: 203.0.113.1 is not an address of this machine"),
         ({"host": "a" * 70}, {}, "--host: aaa"),
