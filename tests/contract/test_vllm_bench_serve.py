@@ -73,7 +73,7 @@ def run(
     write_prompts(dataset, first=first, num_prompts=NUM_PROMPTS, input_tokens=INPUT_TOKENS, output_tokens=3)
     url = f"http://127.0.0.1:{engine.port}"
     order = LoadOrder(url, path / "tokenizer", dataset, result, NUM_PROMPTS, INPUT_TOKENS, RATE, 1.0, seed)
-    load.run(load_arguments(order), log_path=path / "run.log", timeout_s=120)
+    load.run(load_arguments(order), log_path=path / "run.log", timeout_s=300)
     return parse_result(result.read_bytes()), [call.body["prompt"] for call in engine.calls]
 
 
