@@ -59,7 +59,7 @@ def test_every_request_is_answered_rightly_and_found_in_both_traces(
         assert request.gap_s != NOT_KNOWN
         stages_s = request.queue_s + request.prefill_s + request.gap_s + request.first_step_s
         assert 0 < stages_s < request.ttft_s < request.latency_s
-    assert record.front_cpu_s > 0
+    assert min(record.front_cpu_s, record.prefill_cpu_s, record.decode_cpu_s) > 0
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshuttle import errors
+from kvshuttle.connector.readings import INTERNAL_ERROR
 from kvshuttle.handoff import DenyReason, EndReason, KeepOutcome, Outcome, PushOutcome
 from kvshuttle.handoff.cards import Fingerprint
 from kvshuttle.policy import DropReason, Following, ModeReason, PlacementReason, RouteReason
@@ -55,8 +56,8 @@ def test_every_generated_part_is_shown_somewhere() -> None:
 @pytest.mark.parametrize(
     ("heading", "labels"),
     [
-        ("Outcomes of a hand-off", [*Outcome, "prompt_without_tokens"]),
-        ("Outcomes of a push", PushOutcome),
+        ("Outcomes of a hand-off", [*Outcome, "prompt_without_tokens", INTERNAL_ERROR]),
+        ("Outcomes of a push", [*PushOutcome, INTERNAL_ERROR]),
         ("KV kept for the next turn", [*KeepOutcome, *EndReason]),
         ("Outcomes of a request", telemetry.Outcome),
         ("Routes and reasons", RouteReason),

@@ -12,7 +12,8 @@ import pytest
 from kvshuttle.bench.churn_faults import ROUTER, Fault, FaultKind
 from kvshuttle.bench.churn_outages import Outages
 from kvshuttle.bench.churn_records import DIED, NOT_OVER, Journal, LookRecord, OutageRecord, read_churn_records
-from kvshuttle.bench.churn_watch import Watch, gauges_of, group_of, usage_of
+from kvshuttle.bench.churn_watch import Watch, gauges_of, usage_of
+from kvshuttle.bench.machine_load import group_of
 from kvshuttle.clock import now_s
 from support.tiny_fleet import plan_of, tiny_fleet, wait_until
 

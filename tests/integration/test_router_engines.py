@@ -154,6 +154,18 @@ def test_an_engine_that_is_silent_on_its_side_channel_forms_no_pair_but_decodes_
     one.wait_for(lambda: one.health()["pairs"] == 1)
 
 
+@pytest.mark.parametrize("policy", ["retry_then_local", "retry_then_fail"])
+def test_without_a_decode_engine_a_request_is_refused_and_the_reason_says_so(policy):
+    with cluster(prefill_failure_policy=policy) as one:
+        one.run(one.decodes[0].kill())
+        one.wait_for(lambda: one.health()["decode"]["up"] == 0)
+        answer = one.post(COMPLETIONS, BODY)
+        assert (answer.status, answer.json["error"]["message"]) == (503, "No decode engine is available.")
+        assert one.metric("decisions_total", route="pair", reason="no_decode_engine") == 1
+        assert one.metric("placements_total", leg="decode", reason="no_engine_up") == 1
+        assert one.prefills[0].calls == []
+
+
 def test_an_engine_that_is_dead_on_both_channels_fails_what_waits_for_it():
     with cluster(unhealthy_after=2) as one:
         one.prefills[0].script.append(hang)

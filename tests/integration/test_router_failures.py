@@ -9,6 +9,7 @@ from support.engine_faults import DECODE_FAULTS, PREFILL_FAULTS
 from support.fake_engine import (
     DEFAULT_ANSWER,
     DEFAULT_EVENTS,
+    DONE,
     hang,
     once_among,
     reset_before_headers,
@@ -183,6 +184,44 @@ def test_a_stream_that_dies_ends_with_an_error_event_and_neither_done_nor_a_last
         assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 1
         # What D held of the transfer is D's to release; nothing is retried.
         assert len(one.prefills[0].calls) == 1
+
+
+def told_error(code):
+    return b"data: " + json.dumps({"error": {"message": "EngineCore died", "code": code}}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("then", ["end", "hang"])
+@pytest.mark.parametrize("is_in_one_read", [True, False])
+def test_an_error_that_an_engine_tells_in_its_stream_ends_it_in_the_engines_words(mode, then, is_in_one_read):
+    events = [sse("a"), told_error(500), DONE]
+    with cluster(mode=mode) as one:
+        one.decodes[0].script.append(stream([b"".join(events)] if is_in_one_read else events, gap_s=0.02, then=then))
+        client = one.send_post(COMPLETIONS, STREAMED)
+        data = b""
+        while piece := client.recv(65536):
+            data += piece
+        client.close()
+        assert data.count(sse("a")) == data.count(told_error(500)) == 1
+        assert b"[DONE]" not in data
+        assert not data.endswith(b"0\r\n\r\n")
+        assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 1
+        assert one.metric("leg_failures_total", leg="decode", reason="status") == 1
+        assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
+
+
+@pytest.mark.parametrize(("code", "is_blamed"), [(500, True), (400, False)])
+def test_an_error_in_a_stream_that_is_the_requests_own_is_not_held_against_the_engine(code, is_blamed):
+    with cluster(num_decodes=2, quarantine_s=30) as two:
+        failing = once_among(two.decodes, stream([sse("a"), told_error(code), DONE]))
+        client = two.send_post(COMPLETIONS, STREAMED)
+        while client.recv(65536):
+            pass
+        client.close()
+        assert len(failing) == 1
+        for _ in range(4):
+            assert two.post(COMPLETIONS, STREAMED).status == 200
+        assert (len(failing[0].calls) == 1) is is_blamed
 
 
 @pytest.mark.parametrize("end", ["reset", "hang"])

@@ -73,6 +73,8 @@ def cell_record(system: str, requests: list[Served], *, rate: float = 4.0, **fie
         "quiet": StepPace(10, 1.1, 1.0),
         "moving": StepPace(10, 1.32, 1.0),
         "front_cpu_s": 0.02,
+        "prefill_cpu_s": 0.3,
+        "decode_cpu_s": 3.6,
         "busy_cores": 1.5,
         "load_average": 2.5,
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvshuttle.bench.churn_records import LookRecord
+from kvshuttle.bench.machine_load import group_of
 from kvshuttle.clock import now_s
 from kvshuttle.errors import PeerUnreachable
 from kvshuttle.launcher.chat import fetch_metrics
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 EVERY_S = 5.0
 _METRICS_TIMEOUT_S = 3.0
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
-_GROUP_COLUMN = 2
-"""Of a process's stat, after its name."""
 SERIES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -56,19 +55,6 @@ def gauges_of(text: str) -> dict[str, float]:
         if name is not None:
             gauges[name] = gauges.get(name, 0.0) + value
     return gauges
-
-
-def group_of(leader: int) -> list[int]:
-    """All processes of a group."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if _group(pid) == leader]
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_GROUP_COLUMN])
-    except OSError:
-        return None  # it ended between listing and reading
 
 
 def usage_of(pids: Sequence[int]) -> tuple[float, int, int]:

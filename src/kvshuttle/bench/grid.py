@@ -122,8 +122,9 @@ def _measure_on_same_engines(first: GridSystem, slots: int, run: _Run) -> None:
         for system in dict.fromkeys(names):
             cells = [cell for name, cell in run.waiting if name is system and cell.slots == slots]
             with _front(system, engines, host.ports, run) as (url, front_pid):
+                groups = {engine.name: fleet.pid(engine.name) for engine in engines}
                 standing = Standing(
-                    run.plan, system, engines, places, run.out_dir, run.load, url, front_pid, model_name
+                    run.plan, system, engines, groups, places, run.out_dir, run.load, url, front_pid, model_name
                 )
                 is_well = _run_cells(standing, cells, run)
             if not is_well or fleet.dead():

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as with_fields
 
 from kvshuttle.bench.fleets import ARRANGEMENTS
-from kvshuttle.bench.grid_figures import served_in_order, served_requests, step_pace, wrong_prompts
+from kvshuttle.bench.grid_figures import PREFILL_NAME, served_in_order, served_requests, step_pace, wrong_prompts
 from kvshuttle.bench.grid_plan import WARM_UP_ANSWER_TOKENS, WARM_UP_TOKENS, GridPlan, GridSystem, Prompts
 from kvshuttle.bench.grid_records import NOT_KNOWN, CellRecord
 from kvshuttle.bench.inspection import total_over
 from kvshuttle.bench.legs import complete
 from kvshuttle.bench.load import LoadGenerator, LoadOrder, load_arguments, parse_result, write_prompts
-from kvshuttle.bench.machine_load import machine_busy_s, process_cpu_s
+from kvshuttle.bench.machine_load import group_cpu_s, machine_busy_s, process_cpu_s
 from kvshuttle.bench.run_files import TOKENIZER_DIR
 from kvshuttle.bench.systems import MODEL_NAME
 from kvshuttle.bench.tracer import Tracer
@@ -48,11 +48,16 @@ _PREEMPTIONS = "vllm:num_preemptions_total"
 
 @dataclass(slots=True)
 class Standing:
-    """One system that runs. ``url``: where its clients go. ``front_pid``: the process there, 0 for an engine."""
+    """One system that runs.
+
+    ``groups``: the process group of each engine. ``url``: where its clients go. ``front_pid``: the process there, 0 for
+    an engine.
+    """
 
     plan: GridPlan
     system: GridSystem
     engines: Sequence[ProcessPlan]
+    groups: Mapping[str, int]
     places: Places
     out_dir: Path
     load: LoadGenerator
@@ -107,9 +112,9 @@ class Standing:
         order = self._order(cell, url=self.url, num_prompts=self.plan.num_prompts_of(cell))
         self._take_traces()
         counted = [total_over(self.engines, series) for series in (_CORRUPTED, _PREEMPTIONS)]
-        began_at_s, busy_s, front_s = now_s(), machine_busy_s(), self._front_cpu_s()
+        before = self._clocks()
         result = parse_result(self._make_load(order, cell, output_tokens=cell.output_tokens))
-        took_s, busy_s, front_s = now_s() - began_at_s, machine_busy_s() - busy_s, self._front_cpu_s() - front_s
+        used = {name: value_s - before[name] for name, value_s in self._clocks().items()}
         traces = self._take_traces()
         corrupted, preemptions = (
             total_over(self.engines, series) - before
@@ -123,8 +128,10 @@ class Standing:
             quiet=quiet,
             moving=moving,
             num_preemptions=int(preemptions),
-            front_cpu_s=front_s if self.front_pid else NOT_KNOWN,
-            busy_cores=busy_s / took_s,
+            front_cpu_s=used.get("front", NOT_KNOWN),
+            prefill_cpu_s=used.get("prefill", NOT_KNOWN),
+            decode_cpu_s=used["decode"],
+            busy_cores=used["machine"] / used["passed"],
             load_average=os.getloadavg()[0],
             error=_corruption(wrong_prompts(traces), int(corrupted)),
         )
@@ -184,8 +191,15 @@ class Standing:
     def _take_traces(self) -> dict[str, list[Pass]]:
         return {engine: tracer.take() for engine, tracer in self.tracers.items()}
 
-    def _front_cpu_s(self) -> float:
-        return process_cpu_s(self.front_pid) if self.front_pid else 0.0
+    def _clocks(self) -> dict[str, float]:
+        """Seconds that have passed, and CPU seconds used, by what; what this system does not have is left out."""
+        clocks_s = {"passed": now_s(), "machine": machine_busy_s()}
+        if self.front_pid:
+            clocks_s["front"] = process_cpu_s(self.front_pid)
+        for name, group in self.groups.items():
+            role = "prefill" if name.startswith(PREFILL_NAME) else "decode"
+            clocks_s[role] = clocks_s.get(role, 0.0) + group_cpu_s(group)
+        return clocks_s
 
 
 def _corruption(wrong: Mapping[str, str], num_counted: int) -> str:

@@ -82,6 +82,10 @@ class CellRecord(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     front_cpu_s: float = NOT_KNOWN
     """CPU time of the process in front of the engines."""
+    prefill_cpu_s: float = NOT_KNOWN
+    """CPU time of all processes of all prefill engines; "not known" where one engine does both."""
+    decode_cpu_s: float = NOT_KNOWN
+    """The same of the engines that decode."""
     busy_cores: float = NOT_KNOWN
     """Cores of the machine that were busy on average, whatever with."""
     load_average: float = NOT_KNOWN

@@ -48,6 +48,7 @@ def report_sections(results: GridResults) -> list[Section]:
         _fair(results, "decode"),
         _keeping_up(results),
         _front(results),
+        _engine_cpu(results),
         _machine(results),
         _not_counted(results),
     ]
@@ -207,6 +208,26 @@ def _front(results: GridResults) -> Section:
         "CPU milliseconds for each request of the process between client and engines, its idle work included. vLLM's"
         " connectors stand behind a plain proxy that is made of our router's parts and gives engines turns; ours stands"
         " behind our router. TTFT and TPOT are measured at the client, so they include it.",
+        *_table(results, text),
+    )
+
+
+def _engine_cpu(results: GridResults) -> Section | None:
+    if all(record.decode_cpu_s == NOT_KNOWN for record in results.records):
+        return None  # records from before it was written down
+
+    def text(system: GridSystem, point: Point) -> str:
+        runs = [run for run in results.runs(system, point) if run.decode_cpu_s != NOT_KNOWN and run.requests]
+        if not runs:
+            return NOTHING
+        decode_ms = fmean([run.decode_cpu_s / len(run.requests) * 1000 for run in runs])
+        prefill_ms = [run.prefill_cpu_s / len(run.requests) * 1000 for run in runs if run.prefill_cpu_s != NOT_KNOWN]
+        return f"{fmean(prefill_ms) if prefill_ms else 0.0:,.0f} / {decode_ms:,.0f}"
+
+    return Section(
+        "CPU of the engines",
+        "CPU milliseconds for each request of all prefill engines / of all that decode, with all their processes and"
+        " their idle work.",
         *_table(results, text),
     )
 

@@ -132,8 +132,9 @@ class Holder:
             self._quarantine.pop(request_id, None)
 
     def quarantine_soon(self, request_id: str, block_ids: tuple[int, ...]) -> None:
-        """The same for a push, from the engine's next hook on, before its load can end. Any thread."""
-        self._quarantine_soon[request_id] = block_ids
+        """The same for a push, once, from the engine's next hook on, before its load can end. Any thread."""
+        if block_ids not in self._quarantine.get(_push_key(request_id), []):
+            self._quarantine_soon[request_id] = block_ids
 
     def lift_soon(self, request_id: str) -> None:
         """Nothing of this request's push can be written any more. Any thread."""

@@ -86,7 +86,7 @@ class Loads:
                 self._on_result(outcome, results)
         to_fail, self._to_fail = self._to_fail, []
         for load in to_fail:
-            self._on_result(ReadResult(load.request_id, load.reason), results)
+            self._on_result(ReadResult(load.request_id, load.reason, is_called_off=True), results)
         for request_id, pending in tuple(self._pending.items()):
             if now_s >= pending.give_up_at_s or not is_comm_alive:
                 self._given_up.add(request_id)

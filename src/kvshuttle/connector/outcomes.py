@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvshuttle.connector.readings import HISTORY
+from kvshuttle.connector.readings import HISTORY, INTERNAL_ERROR
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import Outcome
 from kvshuttle.handoff.intake_protocol import PushOutcome
@@ -33,9 +33,13 @@ _ABORTED = {Outcome.ABORTED, PushOutcome.ABORTED}
 def tell_outcome(reading: Reading, stats: ShuttleStats) -> None:
     """Count a reading's outcome when it has one, the first time; and write a line where it is not as planned."""
     outcome = reading.fetch.outcome
-    if outcome is None or reading.is_counted:
+    if reading.is_counted or (outcome is None and not reading.is_broken):
         return
     reading.is_counted = True
+    if outcome is None or reading.is_broken:
+        # What a bug ends is logged where it raised.
+        stats.count("transfers", reading.direction, INTERNAL_ERROR)
+        return
     if isinstance(reading.fetch, Fetch):
         stats.count("transfers", reading.direction, str(outcome))
     else:

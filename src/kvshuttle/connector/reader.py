@@ -11,32 +11,28 @@ vLLM's admission until every worker has reported, which is exactly when vLLM may
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvshuttle.blocks import num_blocks_for
 from kvshuttle.clock import now_s
 from kvshuttle.connector.asking import Asked, Asking
+from kvshuttle.connector.load_orders import order, order_failure, order_push_failure
 from kvshuttle.connector.outcomes import LOADED, tell_outcome
 from kvshuttle.connector.readings import INTERNAL_ERROR, Load, Reading, direction_of
-from kvshuttle.connector.step_metadata import FailedLoad, PushExpectation, ReadOrder, StepMetadata
+from kvshuttle.connector.step_metadata import StepMetadata
 from kvshuttle.handoff.fetch import Fetch
 from kvshuttle.handoff.fetch_protocol import (
-    FailLoad,
     FetchLimits,
     LoadAdmitted,
     NothingToRead,
     Outcome,
     ReadEnded,
     RequestEnded,
-    StartRead,
 )
 from kvshuttle.handoff.intake import Intake
 from kvshuttle.handoff.intake_protocol import (
     BlocksArrived,
-    ExpectPush,
-    FailPush,
     LiftQuarantine,
     PushLimits,
     Quarantine,
@@ -154,10 +150,12 @@ class Reader:
     def offer(self, request_id: str, num_local_tokens: int) -> int | None:
         """Tokens that can be loaded behind the local prefix; None to be asked again. Changes nothing that matters."""
         reading = self._readings.get(request_id)
-        if reading is None or reading.is_broken:
+        if reading is None:
             return 0
         # The request's deadline holds also when the side channel's thread is late.
         self._tick_one(reading, now_s())
+        if reading.is_broken:
+            return 0
         offer = reading.fetch.offer(num_local_tokens)
         reading.num_local_tokens = num_local_tokens
         reading.offer_reason = offer.reason
@@ -172,7 +170,10 @@ class Reader:
         block_size_tokens = self._card.fingerprint.block_size_tokens
         end = num_blocks_for(reading.num_local_tokens + num_tokens, block_size_tokens)
         destination = block_ids[reading.num_local_tokens // block_size_tokens : end]
-        self._loads[request_id] = Load(reading, num_tokens, destination, now_s())
+        load = self._loads[request_id] = Load(reading, num_tokens, destination, now_s())
+        if reading.is_broken:
+            # By the side channel's thread, since the offer was made.
+            order_failure(self.step, load, INTERNAL_ERROR)
         self._tell_at(reading, LoadAdmitted(reading.num_local_tokens, num_tokens, block_ids), now_s())
 
     def decline(self, request_id: str) -> None:
@@ -231,18 +232,21 @@ class Reader:
         if not (reading.fetch.is_drained or reading.is_broken):
             # Workers call a read good only when they saw it complete within its budget, by the same clock; hence the
             # time that passed until this step, which may be long, says nothing.
-            is_timed = self._clock.is_shared and math.isfinite(load.read_ends_at_s)
+            is_timed = self._clock.is_shared and load.is_read
             judged_at_s = min(now_s(), load.read_ends_at_s) if is_timed else now_s()
             if not self._tell_at(reading, ReadEnded(is_ok, load.failure), judged_at_s) and not is_ok:
                 self._keep_out_of_use(load)
         if reading.is_broken:
             self._unsettled.pop(request_id, None)
+            if is_ok and not load.is_read:
+                # Every worker has its commit: the holder writes no more.
+                self._holder.lift_soon(request_id)
         outcome = INTERNAL_ERROR if reading.is_broken else reading.fetch.outcome
         if is_ok and outcome in LOADED:
             self._note_loaded(reading, load, is_read=outcome is Outcome.READ_OK)
         elif is_ok and not reading.is_request_over:
             self._loads[request_id] = load
-            self._fail(load, str(outcome))
+            order_failure(self.step, load, str(outcome))
             return False
         return True
 
@@ -280,11 +284,20 @@ class Reader:
     # -- doing ------------------------------------------------------------------------------------
 
     def _tick_one(self, reading: Reading, now: float) -> float | None:
-        deadline_at_s = reading.fetch.next_deadline_at_s()
+        deadline_at_s = self._next_deadline_at_s(reading)
         if deadline_at_s is None or deadline_at_s > now:
             return deadline_at_s
-        is_well = self._drive(reading, lambda: reading.fetch.tick(now), "tick")
-        return reading.fetch.next_deadline_at_s() if is_well else None
+        self._drive(reading, lambda: reading.fetch.tick(now), "tick")
+        return self._next_deadline_at_s(reading)
+
+    def _next_deadline_at_s(self, reading: Reading) -> float | None:
+        if reading.is_broken:
+            return None
+        try:
+            return reading.fetch.next_deadline_at_s()
+        except Exception:  # noqa: BLE001 - logged there
+            self._give_up_on(reading, "tick")
+            return None
 
     def incarnations_in_use(self) -> Container[str]:
         """Peers that something is being got from."""
@@ -307,25 +320,30 @@ class Reader:
             return False
         try:
             self._do(reading, move())
-        except Exception:
-            logger.exception("kvshuttle: %s: %r was not expected by %r", reading.request_id, name, reading.fetch)
-            self._stats.count("internal_errors", name)
-            self._give_up_on(reading)
+        except Exception:  # noqa: BLE001 - logged there
+            self._give_up_on(reading, name)
         return not reading.is_broken
 
-    def _give_up_on(self, reading: Reading) -> None:
-        """What vLLM waits for fails. What is lent ends by its lease, since nobody renews it."""
+    def _give_up_on(self, reading: Reading, name: str) -> None:
+        """What vLLM waits for fails. What is lent ends by its lease, since nobody renews it. Called where it raised."""
+        logger.exception("kvshuttle: %s: %r was not expected by %r", reading.request_id, name, reading.fetch)
+        self._stats.count("internal_errors", name)
         reading.is_broken = True
+        tell_outcome(reading, self._stats)
+        claim = reading.fetch.claim if isinstance(reading.fetch, Intake) else None
         load = self._loads.get(reading.request_id)
+        if claim is not None and claim.is_safe:
+            # It may have raised before it said so.
+            self._holder.lift_soon(reading.request_id)
         if load is None:
             self._unsettled.pop(reading.request_id, None)
-        elif math.isfinite(load.read_ends_at_s):
+        elif load.is_read:
             pass  # The workers read, and say when they are done.
-        elif isinstance(reading.fetch, Intake) and reading.fetch.claim is not None:
+        elif claim is not None:
             self._keep_out_of_use(load)
-            self._fail_push(load, INTERNAL_ERROR)
-        else:
-            self._fail(load, INTERNAL_ERROR)
+            order_push_failure(self.step, load, INTERNAL_ERROR)
+        elif not load.failure:
+            order_failure(self.step, load, INTERNAL_ERROR)
 
     def _keep_out_of_use(self, load: Load) -> None:
         """Nobody will get to know when a push's holder has stopped writing to these blocks, so for good.
@@ -345,44 +363,7 @@ class Reader:
             elif isinstance(action, LiftQuarantine):
                 self._holder.lift_soon(reading.request_id)
             else:
-                self._direct(self._loads[reading.request_id], action)
+                order(self.step, self._loads[reading.request_id], action, host_id=self._clock.host_id)
         tell_outcome(reading, self._stats)
         if reading.fetch.is_drained:
             self._unsettled.pop(reading.request_id, None)
-
-    def _direct(self, load: Load, action: StartRead | FailLoad | ExpectPush | FailPush) -> None:
-        """What the workers are told of a load."""
-        request_id = load.reading.request_id
-        match action:
-            case StartRead():
-                self._order(load.reading, action)
-            case FailLoad():
-                self._fail(load, str(action.outcome))
-            case ExpectPush():
-                self.step.pushes.append(PushExpectation(request_id, action.registration_id, load.destination))
-            case FailPush():
-                self._fail_push(load, str(action.outcome))
-
-    def _order(self, reading: Reading, action: StartRead) -> None:
-        issued_at_s = now_s()
-        self._loads[reading.request_id].read_ends_at_s = issued_at_s + action.budget_s
-        self.step.reads.append(
-            ReadOrder(
-                request_id=reading.request_id,
-                incarnation=reading.source.incarnation,
-                plan=action.plan,
-                budget_s=action.budget_s,
-                submit_within_s=action.submit_within_s,
-                issued_at_s=issued_at_s,
-                host=self._clock.host_id,
-                is_instead_of_push=isinstance(reading.fetch, Intake),
-            )
-        )
-
-    def _fail(self, load: Load, reason: str) -> None:
-        load.failure = load.failure or reason
-        self.step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination))
-
-    def _fail_push(self, load: Load, reason: str) -> None:
-        """Whether it has failed is for the workers to say: it may have arrived meanwhile."""
-        self.step.failed_loads.append(FailedLoad(load.reading.request_id, reason, load.destination, is_push=True))

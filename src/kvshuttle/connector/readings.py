@@ -66,8 +66,8 @@ class Reading:
 
     @property
     def is_settled(self) -> bool:
-        """The machine has ended."""
-        return self.fetch.is_drained
+        """The machine has ended, or has been left alone."""
+        return self.is_broken or self.fetch.is_drained
 
     def on(self, fact: IntakeFact, now_s: float) -> Actions:
         """Tell the machine."""
@@ -87,3 +87,8 @@ class Load:
     admitted_at_s: float
     read_ends_at_s: float = -math.inf
     failure: str = ""
+
+    @property
+    def is_read(self) -> bool:
+        """The workers were told to read."""
+        return math.isfinite(self.read_ends_at_s)

@@ -45,6 +45,8 @@ class ReadResult:
     wire_s: float = 0.0
     is_pushed: bool = False
     """It was not read at all: everything was written by the holder. ``wire_s`` is the time it was waited for."""
+    is_called_off: bool = False
+    """The scheduler half ended it, whose outcome tells why; no transfer of this worker has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,8 @@ class WorkerHalf:
 
     def _count(self, result: ReadResult) -> None:
         if result.reason:
-            self._stats.count("transfer_failures", _DIRECTION, result.reason)
+            if not result.is_called_off:
+                self._stats.count("transfer_failures", _DIRECTION, result.reason)
             return
         if result.is_pushed:
             self._stats.count("transfer_bytes", "push", by=result.num_bytes)

@@ -33,6 +33,8 @@ class RouteReason(StrEnum):
     LOCAL_APPEND = "local_append"
     """A decode engine keeps the history, and little is new."""
     NO_PREFILL_ENGINE = "no_prefill_engine"
+    NO_DECODE_ENGINE = "no_decode_engine"
+    """Nobody can answer."""
     NO_COMPATIBLE_PAIR = "no_compatible_pair"
     MODEL_NOT_ON_PREFILL = "model_not_on_prefill"
     PREFILL_FAILED = "prefill_failed"

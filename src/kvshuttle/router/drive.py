@@ -54,6 +54,7 @@ _FALL_BACK_REASONS = {
     PlacementReason.NO_COMPATIBLE_PAIR: RouteReason.NO_COMPATIBLE_PAIR,
     PlacementReason.MODEL_NOT_SERVED: RouteReason.MODEL_NOT_ON_PREFILL,
 }
+_NO_DECODE_ENGINE = "No decode engine is available."
 _CUT_OFF = frozenset({Outcome.DISCONNECTED, Outcome.BROKEN_STREAM})
 _ASK_DECODE_AFTER = frozenset({400, 404, 413, 422})
 
@@ -191,6 +192,10 @@ class Drive:
     def _place_prefill(self) -> Engine | None:
         """The engine for the prefill leg; None after a change of route."""
         registry = self._routing.registry
+        if not any(engine.is_up for engine in registry.decodes):
+            self._routing.telemetry.placed(Leg.DECODE, PlacementReason.NO_ENGINE_UP)
+            self._take(Route.PAIR, RouteReason.NO_DECODE_ENGINE)
+            self._trip.give_up(503, _NO_DECODE_ENGINE)
         placement = place_prefill(
             registry.prefill_views(),
             model=self._request.model,
@@ -218,7 +223,7 @@ class Drive:
             return self._routing.registry.engines[placement.engine]
         self._trip.release()
         if source is None or placement.reason is not PlacementReason.NO_COMPATIBLE_PAIR:
-            self._trip.give_up(503, "No decode engine is available.")
+            self._trip.give_up(503, _NO_DECODE_ENGINE)
         self._fall_back(RouteReason.NO_COMPATIBLE_PAIR, 503)
         return None
 

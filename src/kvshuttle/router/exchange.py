@@ -46,7 +46,7 @@ class FailureReason(StrEnum):
     """The connection ended before the answer did."""
     TIMEOUT = "timeout"
     STATUS = "status"
-    """Answered 5xx, or an error event before the first data event."""
+    """Answered 5xx, or told of an error in an event."""
     MALFORMED = "malformed"
     TOO_LARGE = "too_large"
     ENGINE_DOWN = "engine_down"
@@ -167,10 +167,10 @@ class Exchange:
         if connection is not None:
             connection.abandon()
 
-    def fail(self, reason: FailureReason, detail: str) -> None:
+    def fail(self, reason: FailureReason, detail: str, *, status: int = 0) -> None:
         """End it with an error, from outside or by its connection. The first error stays."""
         if self._error is None and not self.is_ended:
-            self._error = LegError(reason, detail)
+            self._error = LegError(reason, detail, status=status)
             self._sink = None
             self._wake()
 

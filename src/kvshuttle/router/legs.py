@@ -163,7 +163,9 @@ class DecodeCall:
             await relay.run(trip.client_headers(head.headers), self._beginning.data)
         except LegError as error:
             trip.receipt.outcome = Outcome.BROKEN_STREAM
-            trip.note_failure(Leg.DECODE, self._engine, error.reason, where="stream")
+            # What an engine says is the request's fault does not count against the engine.
+            is_engines = not error.status or _is_curable(error.status)
+            trip.note_failure(Leg.DECODE, self._engine, error.reason, where="stream", is_engines=is_engines)
             return False
         return True
 

@@ -86,7 +86,11 @@ class InferenceRequest:
 
 
 def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
-    """Read and clean a body. Raises ``RequestError`` (400) when it is not a JSON object, or nested too deeply."""
+    """Read and clean a body.
+
+    Raises ``RequestError`` (400) when it is not a JSON object, is nested too deeply, or names its conversation with
+    something else than text.
+    """
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -95,7 +99,10 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
         raise RequestError(f"The request body must be a JSON object, not {_json_type(fields)}.")
     was_cleaned = strip_internal_fields(fields)
     is_named = _CONVERSATION_FIELD in fields
-    names = (fields.pop(_CONVERSATION_FIELD, None), fields.get(_CACHE_KEY_FIELD))
+    name = fields.pop(_CONVERSATION_FIELD, None)
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"conversation_id must be a string, not {_json_type(name)}.", param="conversation_id")
+    names = (name, fields.get(_CACHE_KEY_FIELD))
     if was_cleaned or is_named:
         body = _dump(fields)
     model = fields.get("model")
@@ -224,7 +231,7 @@ def _count_prompts(prompt: object) -> tuple[int, int]:
 
 
 def _json_type(value: object) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 

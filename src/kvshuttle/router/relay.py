@@ -2,7 +2,8 @@
 
 A stream that dies after its first data event gets an error event, as OpenAI clients know it, and is then cut off
 without ``[DONE]`` and without the last chunk, so that neither SSE nor HTTP readers can take it for whole. So does one
-that the router itself cuts off when it stops. One that dies after ``[DONE]`` was whole: the client has its answer.
+that the router itself cuts off when it stops, and one in which the engine itself tells of an error, in its own words.
+One that dies after ``[DONE]`` was whole: the client has its answer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvshuttle.router.exchange import Exchange
     from kvshuttle.router.http_server import Responder
     from kvshuttle.router.http_text import Headers
+
+_TOLD = "an error event in the stream"
 
 
 class StreamRelay:
@@ -70,11 +73,17 @@ class StreamRelay:
         self._responder.watch_flow(self._exchange.pause, self._exchange.resume)
         self._arm(self._config.idle_timeout_s)
         try:
+            self._refuse_error()
             await self._exchange.forward(self._on_data)
+            rest = self._tail.rest()
+            self._refuse_error(rest)
         except LegError as error:
             if self._tail.is_done:
                 self._responder.finish()
                 return
+            if self._tail.error is not None:
+                self._responder.abort()
+                raise
             status = 504 if error.reason is FailureReason.TIMEOUT else 502
             self._break_off("The engine failed while it was answering.", status=status, kind="EngineFailedError")
             raise
@@ -89,7 +98,6 @@ class StreamRelay:
             if self._timer is not None:
                 self._timer.cancel()
         self._on_done()
-        rest = self._tail.rest()
         if rest:
             self._responder.write(rest)
         self._responder.finish()
@@ -106,6 +114,16 @@ class StreamRelay:
         self._note_done()
         if events:
             self._responder.write(events)
+        if (error := self._tail.error) is not None:
+            self._exchange.fail(FailureReason.STATUS, _TOLD, status=error.status)
+
+    def _refuse_error(self, told: bytes = b"") -> None:
+        """Raise ``LegError`` when the engine has told of one; ``told``: the rest of that, not sent yet."""
+        error = self._tail.error
+        if error is not None:
+            if told:
+                self._responder.write(told + b"\n\n")
+            raise LegError(FailureReason.STATUS, _TOLD, status=error.status)
 
     def _note_done(self) -> None:
         if self._tail.is_done:

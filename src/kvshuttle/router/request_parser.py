@@ -126,17 +126,21 @@ class RequestParser:
         self._method = self._parser.get_method()
         self._is_http_10 = self._parser.get_http_version() != "1.1"
         self._is_keep_alive = self._parser.should_keep_alive()
-        has_host = False
+        num_hosts = 0
         for name, value in self._headers:
             if name == b"content-length" and int(value) > self._config.max_body_bytes:
                 raise _RefusedError(413, self._body_too_long())
             if name == b"content-encoding" and value.lower() != b"identity":
                 raise _RefusedError(415, "Compressed request bodies are not supported.")
+            if name == b"transfer-encoding" and value.lower() != b"chunked":
+                raise _RefusedError(501, "Of transfer encodings only chunked is supported.")
             if name == b"expect":
                 self._expect(value)
-            has_host = has_host or name == b"host"
-        if not has_host and not self._is_http_10:
+            num_hosts += name == b"host"
+        if not num_hosts and not self._is_http_10:
             raise _RefusedError(400, "The Host header is missing.")
+        if num_hosts > 1:
+            raise _RefusedError(400, "There is more than one Host header.")
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""

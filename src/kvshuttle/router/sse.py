@@ -2,7 +2,8 @@
 
 Before the first data event the head of a stream is read closely, since until then a failure can still become a
 retry or a real status code. After it, bytes pass through whole and unread, but never half an event: when the
-engine dies in the middle of one, the client gets our error event instead of garbage.
+engine dies in the middle of one, the client gets our error event instead of garbage. Only what looks like an error
+event is read: an engine whose worker died says so in one, and then ends the stream as if it were whole.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 _MAX_HELD_BYTES = 1 << 20
 """An event longer than this is passed on in parts."""
 _PARAMS = b"_transfer_params"
+_ERROR = b'"error"'
+"""Inside JSON strings its quotes would be escaped."""
 _DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data:[DONE]\n\n")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamError:
-    """An error that an engine reports as its first event, with status 200 already sent."""
+    """An error that an engine reports as an event, with status 200 already sent."""
 
     status: int
     body: bytes
@@ -66,18 +69,22 @@ class EventTail:
 
     ``feed`` returns what may be sent now, ``rest`` what is left when the stream ended well. ``is_torn``: an event too
     long to hold has been passed on in part. ``is_done``: the last event was ``[DONE]``, after which nothing follows.
+    ``error``: what the engine told in an event, which is passed on, and nothing after it.
     """
 
-    __slots__ = ("_held", "_put_right", "is_done", "is_torn")
+    __slots__ = ("_held", "_put_right", "error", "is_done", "is_torn")
 
     def __init__(self, put_right: Callable[[bytes], bytes] | None = None) -> None:
         self._put_right = put_right
         self._held = b""
+        self.error: StreamError | None = None
         self.is_done = False
         self.is_torn = False
 
     def feed(self, data: bytes) -> bytes:
-        """The whole events in what was held and ``data``; b"" when there is none yet."""
+        """The whole events in what was held and ``data``; b"" when there is none yet, and behind an error."""
+        if self.error is not None:
+            return b""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -94,11 +101,25 @@ class EventTail:
         return self._edited(held)
 
     def _edited(self, data: bytes) -> bytes:
+        if _ERROR in data:
+            data = self._up_to_error(data)
         if _PARAMS in data:
             data = _edit_events(data, _PARAMS, scrub_answer)
         if self._put_right is not None and COUNT in data:
             data = _edit_events(data, COUNT, self._put_right)
         return data
+
+    def _up_to_error(self, data: bytes) -> bytes:
+        start = 0
+        while self.error is None:
+            end, next_start = _event_end(data, start)
+            payload = _payload(data[start : end if end >= 0 else len(data)])
+            self.error = _as_error(payload) if payload else None
+            if end < 0:
+                return data
+            start = next_start
+        self._held, self.is_done = b"", False
+        return data[:start]
 
     def _hold_partial(self, data: bytes) -> bytes:
         newline, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")

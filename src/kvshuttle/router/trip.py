@@ -140,11 +140,13 @@ class Trip:
             own.append((CONVERSATION_HEADER, self.turn.name.encode()))
         return [*for_client(headers), *own]
 
-    def note_failure(self, leg: Leg, engine: Engine, reason: FailureReason, *, where: str = "") -> None:
-        """Count a failed leg and look at its engine."""
+    def note_failure(
+        self, leg: Leg, engine: Engine, reason: FailureReason, *, where: str = "", is_engines: bool = True
+    ) -> None:
+        """Count a failed leg and, where the engine is to blame, look at it."""
         self.receipt.failures.append(f"{where or leg}:{engine.name}:{reason}")
         self.routing.telemetry.failed(leg, reason)
-        if reason is not FailureReason.CAPACITY:
+        if is_engines and reason is not FailureReason.CAPACITY:
             self.routing.registry.report_failure(engine, reason)
 
     def give_up(self, status: int, message: str) -> NoReturn:

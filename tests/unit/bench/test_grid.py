@@ -62,6 +62,9 @@ class FakeFleet:
     def dead(self) -> list[str]:
         return self._stage.dead
 
+    def pid(self, name: str) -> int:
+        return 1 + self._names.index(name)
+
 
 class FakeStanding:
     """A system whose cells are measured at once."""

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from msgspec.structs import replace
 
+from kvshuttle.bench.grid_records import NOT_KNOWN
 from kvshuttle.bench.grid_report import report_sections
 from kvshuttle.bench.grid_results import GridResults
 from kvshuttle.bench.plan_file import claim
@@ -106,8 +107,17 @@ def test_gaps_pace_front_and_keeping_up_are_told() -> None:
     assert row(told["Hand-off gap"], Rate="4")[4:] == ["50.0 (50.0 to 50.0)", "50.0 (18.0 to 50.0)"]
     assert row(told["Decode steps while prompts are on their way"], Rate="4")[4] == "1.32 / 1.10 = 1.20"
     assert row(told["What stands in front"], Rate="4")[4:] == ["6.7", "5.0"]
+    assert row(told["CPU of the engines"], Rate="4")[4:] == ["100 / 1,200", "75 / 900"]
     assert row(told["Keeping up"], Rate="4")[4] == "1.20; 1.67"
     assert row(told["Load of the machine"], Rate="4")[4] == "1.50; 2.5"
+
+
+def test_cpu_of_the_engines_is_told_where_it_is_known() -> None:
+    records = [cell_record("plain", [served()], prefill_cpu_s=NOT_KNOWN, decode_cpu_s=0.5)]
+    told = sections(grid_plan(systems=["plain"]), records)
+    assert row(told["CPU of the engines"], Rate="4")[4] == "0 / 500"
+    unknown = [cell_record("plain", [served()], prefill_cpu_s=NOT_KNOWN, decode_cpu_s=NOT_KNOWN)]
+    assert "CPU of the engines" not in sections(grid_plan(systems=["plain"]), unknown)
 
 
 def test_spread_is_told_where_cells_were_run_more_than_once() -> None:

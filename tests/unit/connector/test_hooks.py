@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvshuttle.connector import connector as facade
@@ -11,6 +12,7 @@ from kvshuttle.connector.connector import ShuttleConnector
 from kvshuttle.connector.readings import EngineClock, Reading
 from kvshuttle.connector.step_metadata import FailedLoad, ReadOrder, StepMetadata, WorkerReport
 from kvshuttle.handoff.block_plan import BlockPlan, BlockRun
+from kvshuttle.handoff.claim_states import ClaimState
 from kvshuttle.handoff.fetch_protocol import Outcome, PeerFailed
 from kvshuttle.handoff.intake import Intake
 from kvshuttle.handoff.intake_protocol import BlocksArrived, RegisterAnswered, SendProceed, SendRegister
@@ -365,6 +367,109 @@ def test_a_read_goes_on_without_its_machine_and_is_not_used(offered, monkeypatch
     step = offered.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
     assert step.failed_loads == [FailedLoad("r", "internal_error", (7, 8, 9))]
     assert offered.settle("internal_error") == {"r"}
+
+
+def test_a_machine_that_raises_while_it_is_asked_offers_nothing(offered, monkeypatch):
+    monkeypatch.setattr(offered.reading.fetch, "next_deadline_at_s", lambda: 0.0)
+    monkeypatch.setattr(offered.reading.fetch, "tick", lambda _: 1 / 0)
+    assert offered.offer() == (0, False)
+    stats = offered.connector.get_kv_connector_stats().data
+    assert (stats["internal_errors|tick"], stats["transfers|read|internal_error"]) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", [Mode.PULL, Mode.PUSH])
+def test_a_machine_that_raised_between_offer_and_allocation_fails_the_load(scheduler, monkeypatch, mode):
+    offered = Offered(scheduler, mode)
+    assert offered.offer() == (40, True)
+    monkeypatch.setattr(offered.reading.fetch, "on", lambda *_, **__: 1 / 0)
+    offered.half._reader.tell(offered.reading, PeerFailed("gone"))
+    assert offered.alloc(40).failed_loads == [FailedLoad("r", "internal_error", (7, 8, 9))]
+    assert offered.settle("internal_error") == {"r"}
+    assert not offered.half._reader._unsettled
+    assert offered.reading.is_settled
+
+
+def test_a_machine_whose_deadline_cannot_be_told_is_left_alone_and_the_others_go_on(pushed):
+    other = Reading("other", Heard(), "push")
+    pushed.reader._unsettled["other"] = other
+    pushed.break_at("next_deadline_at_s")
+    assert pushed.reader.tick(7.0) == 0.0
+    assert pushed.reading.is_broken
+    assert other.fetch.heard == [7.0]
+    assert pushed.settle("internal_error") == {"r"}
+    assert pushed.reader.tick(8.0) == 0.0
+
+
+def test_a_load_that_had_failed_already_fails_once_when_its_machine_raises(offered):
+    assert offered.offer() == (40, True)
+    reader = offered.half._reader
+    reader.tick(offered.reading.fetch._held.last_submit_at_s)
+    assert [load.reason for load in offered.alloc(40).failed_loads] == ["lease_lost"]
+    offered.reading.fetch.on = lambda *_, **__: 1 / 0
+    reader.tell(offered.reading, PeerFailed("gone"))
+    assert reader.step.failed_loads == []
+    assert offered.settle("lease_lost") == {"r"}
+
+
+class Kept(Pushed):
+    """The same with the real quarantine, and blocks that know how often they are pinned."""
+
+    def __init__(self, scheduler):
+        super().__init__(scheduler)
+        del self.reader._holder.quarantine_soon
+        self.holder = self.reader._holder
+        self.pool = BlockPool(num_gpu_blocks=10, enable_caching=False, hash_block_size=BLOCK_SIZE)
+        self.holder.bind_pool(self.pool)
+        self.pool.get_new_blocks(9)
+
+    def pins(self):
+        """References to the destination besides its request's own, after the engine's next hook."""
+        self.holder.return_freed(0.0)
+        return [self.pool.blocks[block_id].ref_cnt - 1 for block_id in (7, 8, 9)]
+
+
+@pytest.fixture
+def kept(scheduler):
+    return Kept(scheduler)
+
+
+def test_a_push_that_arrived_whole_leaves_nothing_out_of_use_though_its_machine_raised(kept):
+    kept.proceed()
+    kept.break_at("_after_claim")
+    kept.reader.note_pushes({"r"}, {})
+    assert kept.pins() == [1, 1, 1]
+    assert not kept.settle()
+    assert kept.pins() == [0, 0, 0]
+    assert kept.holder.drop_all(0.0)
+
+
+def test_a_read_in_place_of_a_push_does_not_say_that_the_push_is_over(kept):
+    kept.proceed()
+    kept.break_at("_after_claim")
+    kept.reader.note_pushes({"r"}, {})
+    kept.reader._loads["r"].read_ends_at_s = 1e9
+    assert not kept.settle()
+    assert kept.pins() == [1, 1, 1]
+
+
+def test_blocks_of_a_quarantined_push_are_kept_once_when_its_machine_raises_too(kept):
+    kept.proceed()
+    kept.holder.quarantine_soon("r", (7, 8, 9))
+    assert kept.pins() == [1, 1, 1]
+    kept.break_at("_after_claim")
+    kept.reader.note_pushes({"r"}, {})
+    assert kept.pins() == [1, 1, 1]
+    assert kept.holder.num_quarantined_blocks == 3
+
+
+def test_a_machine_that_raises_when_all_is_over_gives_its_blocks_back(kept):
+    kept.proceed()
+    kept.holder.quarantine_soon("r", (7, 8, 9))
+    assert kept.pins() == [1, 1, 1]
+    kept.reading.fetch.claim.state = ClaimState.OVER
+    kept.break_at("_after_claim")
+    kept.reader.note_pushes({"r"}, {})
+    assert kept.pins() == [0, 0, 0]
 
 
 def test_a_machine_that_raises_holds_up_no_deadline_of_others_and_no_end_of_its_request(pushed):

@@ -1,5 +1,7 @@
 """What the worker half makes of a step's orders about pushes."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvshuttle.config import ConnectorConfig
@@ -76,6 +78,16 @@ def test_a_result_that_is_on_its_way_beats_the_order_to_fail(half):
     half.begin_step(StepMetadata(failed_loads=[FAILED]))
     assert results(half, ReadResult("r", "", is_pushed=True)) == ({"r"}, set())
     assert results(half) == (set(), set())
+
+
+def test_a_load_that_is_called_off_is_no_failed_transfer_but_a_failed_read_is(half):
+    half.begin_step(StepMetadata(pushes=[PUSH]))
+    half.begin_step(StepMetadata(failed_loads=[FAILED]))
+    assert results(half) == ({"r"}, {"r"})
+    assert half.take_stats() is None
+    half.begin_step(StepMetadata(reads=[replace(READ, is_instead_of_push=False)]))
+    assert results(half, ReadResult("r", "transport_failed")) == ({"r"}, {"r"})
+    assert half.take_stats().data["transfer_failures|read|transport_failed"] == 1
 
 
 def test_a_read_takes_the_place_of_a_push_that_is_still_owed(half):

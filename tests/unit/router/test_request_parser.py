@@ -151,6 +151,26 @@ def test_a_compressed_body_is_refused():
     assert refused(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx") == 415
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip,chunked", b"identity, chunked", b"chunked, chunked"])
+def test_another_transfer_encoding_than_chunked_is_refused(coding):
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: " + coding + b"\r\n\r\n"
+    assert refused(head + b"1\r\nx\r\n0\r\n\r\n") in (400, 501)
+
+
+def test_transfer_encodings_other_than_chunked_are_named():
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
+    assert parse(head) == [Refusal(501, "Of transfer encodings only chunked is supported.")]
+
+
+def test_chunked_may_be_spelled_in_any_case():
+    (request,) = parse(b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n")
+    assert request.body == b"x"
+
+
+def test_two_hosts_are_refused():
+    assert refused(b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n") == 400
+
+
 def test_an_unknown_expectation_is_refused():
     assert refused(b"POST / HTTP/1.1\r\nHost: h\r\nExpect: magic\r\nContent-Length: 1\r\n\r\n") == 417
 

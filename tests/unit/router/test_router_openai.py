@@ -370,7 +370,7 @@ def test_model_names_are_read_from_the_cards():
         ({"conversation_id": "a", "prompt_cache_key": "b"}, "a"),
         ({"prompt_cache_key": "b"}, "b"),
         ({"conversation_id": "", "prompt_cache_key": "b"}, "b"),
-        ({"conversation_id": 7, "prompt_cache_key": ["b"]}, ""),
+        ({"conversation_id": None, "prompt_cache_key": ["b"]}, ""),
         ({}, ""),
     ],
 )
@@ -379,6 +379,13 @@ def test_what_the_body_calls_its_conversation_is_read_and_only_what_engines_know
     assert request.conversation == expected
     fields.pop("conversation_id", None)
     assert json.loads(request.body) == {"messages": [], **fields}
+
+
+@pytest.mark.parametrize(("name", "told"), [(7, "a number"), (True, "a boolean"), ({}, "an object"), ([], "an array")])
+def test_a_conversation_is_named_by_text_or_not_at_all(name, told):
+    with pytest.raises(RequestError, match=f"conversation_id must be a string, not {told}") as caught:
+        parse_request(Endpoint.CHAT, json.dumps({"messages": [], "conversation_id": name}).encode())
+    assert (caught.value.status, caught.value.param) == (400, "conversation_id")
 
 
 def test_a_body_without_a_conversation_passes_byte_for_byte():

@@ -103,6 +103,42 @@ def test_internal_params_in_an_unfinished_last_event_are_nulled_too():
     assert b"10.0.0.1" not in tail.rest()
 
 
+TOLD = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+
+
+@pytest.mark.parametrize("cut", [0, 3, 12, 40, len(TOLD) + 10, len(TOLD) + 12, 1000])
+def test_a_stream_ends_with_the_error_that_the_engine_tells_of(cut):
+    whole = b"data: 1\n\n" + TOLD + b"data: [DONE]\n\n"
+    tail = EventTail()
+    assert tail.feed(whole[:cut]) + tail.feed(whole[cut:]) == b"data: 1\n\n" + TOLD
+    assert (tail.error.status, tail.is_done, tail.rest()) == (500, False, b"")
+    assert tail.feed(b"data: 2\n\n") == b""
+
+
+def test_an_error_without_a_blank_line_behind_it_is_one_too():
+    tail = EventTail()
+    assert tail.feed(TOLD[:-2]) == b""
+    assert tail.rest() == TOLD[:-2]
+    assert tail.error.status == 500
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices": [{"finish_reason": "error"}]}\n\n',
+        b'data: {"choices": [], "error": null}\n\n',
+        b'data: {"choices": [{"text": "\\"error\\": {}"}]}\n\n',
+        b'data: ["error"]\n\n',
+        b'data: {"error"\n\n',
+        b': "error"\n\n',
+    ],
+)
+def test_what_only_looks_like_an_error_passes(event):
+    tail = EventTail()
+    assert tail.feed(event + b"data: [DONE]\n\n") == event + b"data: [DONE]\n\n"
+    assert (tail.error, tail.is_done) == (None, True)
+
+
 @pytest.mark.parametrize("done", [b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data:[DONE]\n\n"])
 def test_a_stream_is_done_with_the_event_that_says_so_and_not_before(done):
     for cut in range(len(done)):
