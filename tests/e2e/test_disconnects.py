@@ -59,7 +59,7 @@ def test_twenty_disconnects_in_a_window_leave_nothing_held(live: Live, window: s
     low_s, high_s = WINDOWS_S[window]
     for _ in range(NUM_DISCONNECTS):
         leave_after(live, live.rng.uniform(low_s, high_s), num_tokens=live.rng.choice((100, 300, 400)), mode=mode)
-    assert live.wait_settled(timeout_s=LEASE_S + 2.0) == {}
+    assert live.wait_settled(timeout_s=LEASE_S + 10.0) == {}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,4 +71,4 @@ def test_leaving_in_the_middle_of_a_stream_leaves_nothing_held(live: Live, mode:
             response = connection.getresponse()
             assert response.status == 200
             assert response.readline().startswith(b"data:")
-    assert live.wait_settled(timeout_s=LEASE_S + 2.0) == {}
+    assert live.wait_settled(timeout_s=LEASE_S + 10.0) == {}

@@ -302,7 +302,7 @@ def test_a_turn_is_reused_until_its_time_is_over_and_then_computed(history: Hist
     live, rng = history.behind("brief"), random.Random("time")
     with Client(live.url) as client:
         messages = two_turns(client, rng)
-        time.sleep(TTL_S - 1)
+        time.sleep(TTL_S - 4)
         messages.append(user(prose(rng, 100)))
         with counted(live) as work:
             reply = client.say(messages)

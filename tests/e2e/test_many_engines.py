@@ -129,10 +129,13 @@ def test_eight_requests_at_once_all_equal_the_reference_and_every_engine_takes_p
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_most_of_a_long_prompt_is_written_while_it_is_computed(four: Crowd, topology: str) -> None:
     live = four.behind(topology)
+    live.nudge()
     before = live.pushed()
     for num_chunks in (6, 8, 12):
         path, body = request_for(live, "completions", num_chunks * CHUNK_TOKENS, is_streamed=True)
         assert_equal(live.ask(path, body, mode="push"), live.ask_plain(path, body))
+    # A prefill engine that idles tells of its last write with its next step.
+    live.nudge()
     pushed = difference(live.pushed(), before)
     assert pushed["streamed"] > (pushed["streamed"] + pushed["final"]) / 2
     assert pushed["streamed"] + pushed["final"] == (6 + 8 + 12) * CHUNK_TOKENS * KV_BYTES_PER_TOKEN
@@ -143,7 +146,7 @@ def test_twenty_disconnects_leave_nothing_held(four: Crowd, topology: str) -> No
     live = four.behind(topology)
     for _ in range(NUM_DISCONNECTS):
         leave_after(live, live.rng.uniform(0.0, 0.6), num_tokens=live.rng.choice((100, 300, 900)), mode="push")
-    assert live.wait_settled(timeout_s=8.0) == {}
+    assert live.wait_settled(timeout_s=20.0) == {}
 
 
 def test_readers_and_writers_with_several_peers_at_once(four: Crowd) -> None:

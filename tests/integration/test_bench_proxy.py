@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,9 @@ import pytest
 from kvshuttle.bench.proxy import Proxy, ProxyMode
 from kvshuttle.bench.upstream_params import upstream_prefill_params, upstream_push_params
 from kvshuttle.config import RouterConfig
-from kvshuttle.launcher.machine import is_port_free
 from support.fake_engine import (
     DEFAULT_ANSWER,
     DEFAULT_EVENTS,
-    DONE,
     FakeEngine,
     answer,
     hang,
@@ -30,7 +29,7 @@ from support.fake_engine import (
     status,
     stream,
 )
-from support.router_cluster import QUICK, Cluster
+from support.router_cluster import PATIENCE_S, QUICK, Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,12 +189,13 @@ def test_engines_take_turns() -> None:
 
 def test_a_stream_passes_through_as_it_comes() -> None:
     with proxied(ProxyMode.ALONE) as cluster:
-        cluster.decodes[0].script.append(stream([sse("first"), sse("second"), DONE], gap_s=0.3))
+        cluster.decodes[0].script.append(stream([sse("first")], then="hang"))
         client = cluster.send_post(PATH, BODY)
         received = b""
         while b"first" not in received:
-            received += client.recv(65_536)
-        assert b"second" not in received
+            piece = client.recv(65_536)
+            assert piece, "the stream has ended"
+            received += piece
         client.close()
 
 
@@ -211,9 +211,10 @@ def test_whole_answers_and_refusals_reach_the_client() -> None:
 @pytest.mark.parametrize("fault", [status(500), reset_before_headers, answer(DEFAULT_ANSWER)])
 def test_a_prefill_leg_that_fails_fails_the_request(mode: ProxyMode, fault) -> None:
     with proxied(mode) as cluster:
-        cluster.prefills[0].script.append(fault)
         if mode is ProxyMode.PUSH:
+            fault = when_asked(cluster.decodes[0], fault)
             cluster.decodes[0].script.append(hang)
+        cluster.prefills[0].script.append(fault)
         reply = cluster.post(PATH, BODY)
         assert reply.status == 502
         assert reply.json["error"]["message"].startswith("A leg failed: ")
@@ -268,14 +269,20 @@ def test_the_proxy_runs_as_a_process_of_its_own(unused_port: int) -> None:
     process = subprocess.Popen([sys.executable, "-m", "kvshuttle", "bench-proxy", json.dumps(spec)])
     try:
         with proxied(ProxyMode.ALONE) as cluster:
-            cluster.wait_for(lambda: not is_port_free("127.0.0.1", unused_port), timeout_s=20)
+            cluster.wait_for(lambda: is_listening(unused_port), timeout_s=60)
             cluster.port = unused_port
             assert cluster.get("/health").status == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()
+
+
+def is_listening(port: int) -> bool:
+    """Asked by connecting: who looks whether the port is free takes it, for that moment, from whom it is for."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture

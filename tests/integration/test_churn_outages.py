@@ -29,13 +29,13 @@ NAMES = ("prefill-0", "decode-0")
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     plans = [plan_of(name) for name in (*NAMES, ROUTER)]
     with tiny_fleet(*plans, log_dir=tmp_path / "logs", report=lambda _: None) as fleet:
-        fleet.start(timeout_s=20)
+        fleet.start(timeout_s=60)
         yield fleet
 
 
 def outages_of(fleet: Fleet, tmp_path: Path, *faults: Fault) -> Outages:
     return Outages(
-        fleet, list(faults), Journal(tmp_path / "records.jsonl"), lambda _: None, now_s(), startup_timeout_s=20
+        fleet, list(faults), Journal(tmp_path / "records.jsonl"), lambda _: None, now_s(), startup_timeout_s=60
     )
 
 

@@ -268,7 +268,7 @@ def test_a_good_read_under_a_lost_lease_is_recomputed(make_pair):
 
 
 def test_a_good_read_is_used_though_the_engine_notices_after_the_end_of_the_lease(make_pair):
-    pair = make_pair(sink={"extra": {**PATIENT, "lease_s": 2.0, "read_timeout_s": 1.0}})
+    pair = make_pair(sink={"extra": {**PATIENT, "lease_s": 4.0, "read_timeout_s": 3.0}})
     request_id = reading(pair)
     [reading_of] = pair.sink.half._reader._readings.values()
     pair.fabric.resume(pair.agent(pair.source))
@@ -347,7 +347,8 @@ def test_a_secret_that_differs_is_as_good_as_no_answer(make_pair, monkeypatch):
     pair.finish_alone(pair.sink.add("alone", PROMPT, leg, max_tokens=3).request_id)
     assert_recomputed(pair, "acquire_timed_out")
     monkeypatch.delenv("KVSHUTTLE_SECRET")
-    assert pair.source.half._side._endpoint.counts["wrong_tag"] >= 1
+    counts = pair.source.half._side._endpoint.counts
+    run_until(lambda: counts["wrong_tag"] >= 1, [], "the source to have got the message")
     assert pair.source.status().num_leases == 0
 
 
@@ -368,7 +369,7 @@ def test_failures_cost_the_client_no_more_than_the_acquire_timeout(make_pair):
     pair.kill(pair.source)
     started_at_s = time.monotonic()
     pair.finish_alone(pair.sink.add("r", PROMPT, leg, max_tokens=1).request_id)
-    assert time.monotonic() - started_at_s < SHORT_ACQUIRE["acquire_timeout_s"] + 4.0
+    assert time.monotonic() - started_at_s < SHORT_ACQUIRE["acquire_timeout_s"] + 8.0
 
 
 def test_a_load_failure_policy_of_fail_is_an_error_and_not_a_wrong_answer(make_pair):

@@ -152,7 +152,13 @@ def test_a_request_is_read_once_though_it_is_preempted_later(make_pair):
     others = [[n * 500 + index for index in range(60)] for n in (1, 2)]
     for number, prompt in enumerate(others):
         pair.prefill(f"x-{number}", prompt)
+    pair.fabric.stop(pair.agent(pair.source))
     requests = [pair.decode(f"x-{number}", prompt, max_tokens=50) for number, prompt in enumerate(others)]
+    comm = pair.sink.workers[0]._worker._comm
+    run_until(lambda: len(comm._reads._reads) == 2, [pair.sink], "two reads to be posted")
+    pair.fabric.resume(pair.agent(pair.source))
+    # Both requests run from the same step on, so that there is not room for both answers.
+    run_until(lambda: comm._outcomes.qsize() == 2, [], "two reads to end")
     pair.finish(*requests)
     assert sum(pair.sink.num_preemptions(request_id) for request_id in requests) > 0
     assert sum(pair.sink.metrics.data.get(f"transfers|read|{each}", 0) for each in ("read_ok", "aborted")) == 2
@@ -160,14 +166,14 @@ def test_a_request_is_read_once_though_it_is_preempted_later(make_pair):
 
 
 def test_leases_are_renewed_while_the_request_waits_for_room(make_pair):
-    options = {**PATIENT, "lease_s": 1.5}
+    options = {**PATIENT, "lease_s": 4.0}
     pair = make_pair(source={"extra": options}, sink={"extra": options, "num_blocks": 9})
     occupant = pair.sink.add("occupant", [3] * 100, max_tokens=10_000)
     pair.sink.step()
     pair.prefill("x-1")
     request_id = pair.decode("x-1")
     counters = pair.source.half._holder.ledger.counters
-    run_until(lambda: counters.renewed >= 5, [pair.source], "more than a lease to pass")
+    run_until(lambda: counters.renewed >= 4, [pair.source], "more than a lease to pass")
     pair.sink.abort(occupant.request_id)
     pair.finish(request_id)
     assert read(pair) == len(PROMPT)

@@ -14,7 +14,9 @@ from support.vllm_engine import BLOCK_SIZE, run_until
 WHOLE_BLOCKS = [7 * index + 3 for index in range(4 * BLOCK_SIZE)]
 LONG = [3 * index + 1 for index in range(20 * BLOCK_SIZE + 5)]
 SMALL_CHUNKS = {"max_num_batched_tokens": 32}
-HASTY = {**PATIENT, "push_timeout_s": 0.6, "confirm_timeout_s": 0.4, "lease_s": 3.0}
+HASTY = {**PATIENT, "push_timeout_s": 0.6, "confirm_timeout_s": 10.0, "lease_s": 3.0}
+"""A push is given up soon. What its source says then is waited for: it lives, except where a test says otherwise."""
+UNCONFIRMED = {**HASTY, "push_timeout_s": 2.0, "confirm_timeout_s": 0.4}
 
 
 def pushed(pair):
@@ -178,15 +180,26 @@ def test_tensor_parallel_ranks_each_write_their_own_share(make_pair):
 
 def test_a_prefill_that_is_preempted_is_written_again(make_pair):
     pair = make_pair(source={"num_blocks": 30, **SMALL_CHUNKS})
-    prompts = [[n * 900 + index for index in range(15 * BLOCK_SIZE)] for n in (1, 2)]
-    requests = [pair.push(f"x-{number}", prompt) for number, prompt in enumerate(prompts)]
-    occupant = pair.source.add("occupant", [5] * 40, max_tokens=10_000)
-    run_until(
-        lambda: sum(map(pair.source.num_preemptions, pair.source.requests)), [pair.source, pair.sink], "preemption"
-    )
-    pair.source.abort(occupant.request_id)
-    pair.finish(*requests)
+    source = pair.source
+    occupants = [source.add(f"o-{n}", [n] * (BLOCK_SIZE // 2), max_tokens=1000).request_id for n in range(1, 11)]
+    run_until(lambda: all(source.answers[each].tokens for each in occupants), [source], "all to run")
+    prompt = [900 + index for index in range(15 * BLOCK_SIZE)]
+    request_id = pair.push("x-1", prompt)
+    boxes = source.workers[0]._worker._comm._writes._writer._outboxes
+    run_until(lambda: boxes, [pair.sink], "the registration to reach the worker")
+    (box,) = boxes.values()
+    for _ in range(3):
+        source.step()
+    run_until(lambda: box._next_index > 0 and not box._under_way, [pair.sink], "the first blocks to be written")
+    # It fitted when it was admitted, and does not any more when each of the others needs a second block.
+    run_until(lambda: source.num_preemptions("prefill-2"), [source], "a preemption")
+    for each in occupants:
+        source.abort(each)
+    pair.finish(request_id)
+    assert pushed(pair) == len(prompt)
     pair.assert_drained()
+    report(source)
+    assert source.count("transfer_bytes", "write") > 15 * 2 * 1024
 
 
 # -- when it fails -----------------------------------------------------------------------------------
@@ -252,7 +265,7 @@ def test_a_source_that_is_killed_is_noticed_and_its_prompt_computed(make_pair):
 
 
 def test_a_stopped_source_leaves_the_blocks_in_quarantine_until_it_goes_on(make_pair):
-    pair = make_pair(source={"extra": HASTY, **SMALL_CHUNKS}, sink={"extra": HASTY, "num_blocks": 100})
+    pair = make_pair(source={"extra": HASTY, **SMALL_CHUNKS}, sink={"extra": UNCONFIRMED, "num_blocks": 100})
     request_id = pair.push("x-1", LONG)
     run_until(lambda: pair.source.half._pusher._source._registrations, [pair.sink], "the registration")
     pair.source.step()

@@ -37,7 +37,7 @@ from pathlib import Path
 from support.tiny_fleet import plan_of, tiny_fleet
 
 fleet = tiny_fleet(plan_of("prefill-0", sys.argv[2]), log_dir=Path(sys.argv[1]), report=lambda _: None)
-fleet.start(timeout_s=30)
+fleet.start(timeout_s=60)
 print(fleet.pid("prefill-0"), flush=True)
 time.sleep(600)
 """
@@ -67,7 +67,7 @@ def open_fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
 def test_a_fleet_starts_says_where_everything_is_and_stops(open_fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     said: list[str] = []
     fleet = open_fleet(plan_of("prefill-0"), plan_of("decode-0"), state=True, said=said)
-    fleet.start(timeout_s=30)
+    fleet.start(timeout_s=60)
     state = read_state(tmp_path / "state.json")
     assert [(process.name, process.status, process.num_starts) for process in state.processes] == [
         ("prefill-0", "healthy", 1),
@@ -86,7 +86,7 @@ def test_the_restart_command_of_the_state_file_starts_the_same_server(
     open_fleet: Callable[..., Fleet], tmp_path: Path
 ) -> None:
     fleet = open_fleet(plan_of("prefill-0"), state=True)
-    fleet.start(timeout_s=30)
+    fleet.start(timeout_s=60)
     (process,) = read_state(tmp_path / "state.json").processes
     fleet.kill("prefill-0")
     with subprocess.Popen(process.restart.argv, env={**os.environ, **process.restart.env}) as started:
@@ -98,13 +98,13 @@ def test_the_restart_command_of_the_state_file_starts_the_same_server(
 
 def test_a_killed_process_is_started_again_at_the_same_port(open_fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     fleet = open_fleet(plan_of("prefill-0"), plan_of("decode-0"), state=True)
-    fleet.start(timeout_s=30)
+    fleet.start(timeout_s=60)
     before = fleet.pid("prefill-0")
     other = fleet.pid("decode-0")
     fleet.kill("prefill-0")
     assert fleet.dead() == ["prefill-0"]
     assert "SIGKILL" in fleet.death_notice("prefill-0")
-    fleet.restart("prefill-0", timeout_s=30)
+    fleet.restart("prefill-0", timeout_s=60)
     assert fleet.pid("prefill-0") != before
     assert fleet.pid("decode-0") == other
     restarted = read_state(tmp_path / "state.json").processes[0]
@@ -117,7 +117,7 @@ def test_a_process_that_dies_at_start_is_named_with_the_end_of_its_log_and_what_
 ) -> None:
     fleet = open_fleet(plan_of("prefill-0"), plan_of("decode-0", DYING))
     with pytest.raises(LaunchFailed) as failed:
-        fleet.start(timeout_s=30)
+        fleet.start(timeout_s=60)
     text = str(failed.value)
     assert text.startswith("decode-0 ended with exit code 3")
     assert "OSError: Address already in use" in text
@@ -144,7 +144,7 @@ def test_starting_can_be_cancelled(open_fleet: Callable[..., Fleet]) -> None:
 
 def test_what_a_dead_process_had_started_is_ended_with_it(open_fleet: Callable[..., Fleet]) -> None:
     fleet = open_fleet(plan_of("prefill-0", WITH_GRANDCHILD))
-    fleet.start(timeout_s=30)
+    fleet.start(timeout_s=60)
     group = fleet.pid("prefill-0")
     os.kill(group, signal.SIGKILL)
     wait_until(lambda: fleet.dead() == ["prefill-0"])
@@ -153,12 +153,12 @@ def test_what_a_dead_process_had_started_is_ended_with_it(open_fleet: Callable[.
 
 def test_a_process_that_ignores_the_polite_signal_is_ended_by_force(open_fleet: Callable[..., Fleet]) -> None:
     fleet = open_fleet(plan_of("prefill-0", STUBBORN), plan_of("decode-0"), stop_timeout_s=0.5)
-    fleet.start(timeout_s=30)
+    fleet.start(timeout_s=60)
     group = fleet.pid("prefill-0")
     started_at_s = time.monotonic()
     fleet.stop()
     assert not is_group_alive(group)
-    assert 0.5 <= time.monotonic() - started_at_s < 5
+    assert 0.5 <= time.monotonic() - started_at_s < 20
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:

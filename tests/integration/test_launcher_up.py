@@ -82,7 +82,7 @@ def test_it_prints_the_endpoint_and_a_curl_to_paste(up: Up) -> None:
 def test_a_signal_stops_everything_it_started(up: Up, number: signal.Signals) -> None:
     groups = up.groups()
     up.process.send_signal(number)
-    assert up.process.wait(timeout=20) == 0
+    assert up.process.wait(timeout=60) == 0
     assert not any(is_group_alive(group) for group in groups)
     assert "everything has stopped" in up.output.read_text()
 

@@ -146,7 +146,7 @@ def check_turns(one, *, is_reusing: bool) -> None:
     asked = {call.leg["keep"]["handle"] for call in calls}
     superseded = {call.leg["keep"].get("supersedes") for call in calls}
     assert bool(asked) is bool(table) is is_reusing
-    one.wait_for(lambda: asked == asked & (set(table._turns) | superseded | given_back(one)), timeout_s=10)
+    one.wait_for(lambda: asked == asked & (set(table._turns) | superseded | given_back(one)))
     assert not set(table._turns) & given_back(one)
 
 

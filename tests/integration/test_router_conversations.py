@@ -8,7 +8,7 @@ import pytest
 
 from kvshuttle.handoff.messages import Release, Renew
 from kvshuttle.handoff.params import parse_leg
-from support.fake_engine import DONE, hang, reset_before_headers, sse, status, stream
+from support.fake_engine import DONE, default_behaviour, hang, reset_before_headers, sse, status, stream
 from support.router_cluster import Cluster, cluster
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -272,13 +272,12 @@ def test_the_engine_is_asked_what_it_kept_of_a_turn_whose_client_left(one, is_ke
 
     one.wait_for(lambda: len(renewals()) == 1)
     assert renewals()[0].handles == (left, first["handle"])
-    time.sleep(0.1)
     talk.messages.append({"role": "assistant", "content": "x"})
     history, keep = talk.say("c")
     expected = left if is_kept else first["handle"]
     assert (history["handle"], keep["supersedes"]) == (expected, expected)
     if not is_kept:
-        one.wait_for(lambda: left in one.decodes[0].released, timeout_s=8)
+        one.wait_for(lambda: left in one.decodes[0].released)
     assert (left in one.decodes[0].released) is not is_kept
 
 
@@ -377,8 +376,8 @@ def test_the_log_line_tells_of_the_conversation_but_not_the_clients_word_for_it(
     talk.say("a")
     with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
         talk.say("b")
-        one.wait_for(lambda: any("log-c" in record.message for record in caplog.records))
-    (line,) = [record.message for record in caplog.records if "log-c" in record.message]
+        one.wait_for(lambda: any("log-c" in record.getMessage() for record in caplog.records))
+    (line,) = [record.getMessage() for record in caplog.records if "log-c" in record.getMessage()]
     receipt = json.loads(line)
     assert receipt["conversation"] == talk.name
     assert (receipt["history"], receipt["following"]) == ("continued", "followed")
@@ -584,37 +583,55 @@ def test_a_busy_engine_gets_no_short_turns_for_itself():
 # --- time and room ----------------------------------------------------------------------------------
 
 
+def pass_time(one, duration_s: float) -> None:
+    """Let so much time pass for the router's turns."""
+    conversations = one.router.conversations
+
+    def shift() -> None:
+        was_now_s = conversations._now_s
+        conversations._now_s = lambda: was_now_s() + duration_s
+
+    one.call(shift)
+
+
 def test_a_turn_is_not_offered_after_its_time():
-    with cluster(is_reusing_history=True, history_ttl_s=0.6, history_margin_s=0.1) as one:
+    with cluster(is_reusing_history=True, history_ttl_s=60.0, history_margin_s=0.1) as one:
         talk = Talk(one, "late")
         talk.say("a")
         assert talk.say("b")[0] is not None
-        time.sleep(0.6)
+        pass_time(one, 60.0)
         assert talk.say("c")[0] is None
         assert one.metric("histories_total", result="expired") == 1
 
 
 def test_an_idle_router_lets_go_of_turns_whose_time_is_over():
-    with cluster(is_reusing_history=True, history_ttl_s=0.5, history_margin_s=0.1) as one:
+    with cluster(is_reusing_history=True, history_ttl_s=60.0, history_margin_s=0.1) as one:
         Talk(one, "over").say("a")
         assert one.metric("turns") == 1
-        time.sleep(0.5)
+        pass_time(one, 60.0)
         assert one.metric("turns") == 0
         assert one.metric("turns_dropped_total", reason="expired") == 1
 
 
 def test_turns_are_renewed_at_their_engines_where_that_is_wanted_and_dropped_when_they_are_gone():
-    with cluster(is_reusing_history=True, history_ttl_s=0.8, history_margin_s=0.1, is_history_renewed=True) as one:
+    ttl_s = 2.0
+
+    async def keep_it(call) -> None:
+        one.decodes[0].remaining_s[call.leg["keep"]["handle"]] = ttl_s
+        await default_behaviour(call)
+
+    with cluster(is_reusing_history=True, history_ttl_s=ttl_s, history_margin_s=0.1, is_history_renewed=True) as one:
         talk, gone = Talk(one, "renewed"), Talk(one, "gone")
+        one.decodes[0].script.append(keep_it)
         _, keep = talk.say("a")
-        one.decodes[0].remaining_s[keep["handle"]] = 0.8
+        kept_at_s = time.monotonic()
         gone.say("a")
-        time.sleep(1.5)
+        one.wait_for(lambda: time.monotonic() > kept_at_s + ttl_s + 0.5)
         assert talk.say("b")[0]["handle"] == keep["handle"]
         assert gone.say("b")[0] is None
         assert one.metric("turns_dropped_total", reason="gone") >= 1
         renewals = [each for _, each in one.channel.messages if isinstance(each, Renew)]
-        assert all(each.duration_s == 0.8 and each.lease_ids == () for each in renewals)
+        assert all(each.duration_s == ttl_s and each.lease_ids == () for each in renewals)
 
 
 def test_a_table_that_is_full_has_the_oldest_turn_released():

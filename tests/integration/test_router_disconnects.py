@@ -122,12 +122,13 @@ def test_twenty_clients_that_leave_at_any_time_leave_nothing_behind(one):
         ][number % 3]
         if engine is one.decodes[0]:
             one.prefills[0].script.append(default_behaviour)
-        before, num_decodes = len(engine.calls), len(one.decodes[0].calls)
+        asked = [*one.prefills, *one.decodes] if one.mode == "push" else [engine]
+        before = [len(each.calls) for each in asked]
         engine.script.append(behaviour)
         client = one.send_post(COMPLETIONS, STREAMED)
-        one.wait_for(lambda engine=engine, before=before: len(engine.calls) > before)
-        if one.mode == "push":
-            one.wait_for(lambda before=num_decodes: len(one.decodes[0].calls) > before)
+        # All legs: one that has not arrived would never be heard of.
+        for each, num_calls in zip(asked, before, strict=True):
+            one.wait_for(lambda each=each, num_calls=num_calls: len(each.calls) > num_calls)
         client.close()
         one.wait_for(lambda: not one.prefills[0].script and not one.decodes[0].script)
     handles = {call.leg["transfer_id"] for call in one.prefills[0].calls}

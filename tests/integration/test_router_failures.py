@@ -27,7 +27,7 @@ both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
 
 @pytest.fixture(scope="module", params=["pull", "push"])
 def two(request):
-    with cluster(2, 2, mode=request.param, prefill_timeout_s=0.3, first_byte_timeout_s=0.3) as running:
+    with cluster(2, 2, mode=request.param, prefill_timeout_s=1.0, first_byte_timeout_s=1.0) as running:
         yield running
 
 
@@ -105,7 +105,7 @@ def test_retries_and_failures_are_counted_by_reason(pairs):
     ("fault", "expected"), [(status(500), 502), (status(503), 503), (hang, 504), (reset_before_headers, 502)]
 )
 def test_decode_engines_that_all_fail_are_a_clear_error_without_addresses(fault, expected):
-    with cluster(1, 2, first_byte_timeout_s=0.2, max_attempts=3) as one:
+    with cluster(1, 2, first_byte_timeout_s=0.5 if fault is hang else 10.0, max_attempts=3) as one:
         for decode in one.decodes:
             decode.script.extend([fault] * 3)
         reply = one.post(COMPLETIONS, STREAMED)
@@ -158,16 +158,16 @@ def test_a_prefill_4xx_is_passed_on_when_the_decode_engine_may_not_compute(mode)
 
 
 def test_the_total_deadline_ends_retries():
-    with cluster(prefill_timeout_s=5, total_timeout_s=0.3, max_attempts=9) as one:
+    with cluster(prefill_timeout_s=30, total_timeout_s=0.3, max_attempts=9) as one:
         one.prefills[0].script.extend([hang] * 9)
         started_at_s = time.monotonic()
         assert one.post(COMPLETIONS, BODY).status == 504
-        assert time.monotonic() - started_at_s < 2
+        assert time.monotonic() - started_at_s < 10
 
 
 @pytest.mark.parametrize("end", ["reset", "hang"])
 def test_a_stream_that_dies_ends_with_an_error_event_and_neither_done_nor_a_last_chunk(end):
-    with cluster(idle_timeout_s=0.3) as one:
+    with cluster(idle_timeout_s=1.0) as one:
         one.decodes[0].script.append(stream([sse("a"), sse("b") + b'data: {"half'], then=end))
         client = one.send_post(COMPLETIONS, STREAMED)
         data = b""
@@ -226,7 +226,7 @@ def test_an_error_in_a_stream_that_is_the_requests_own_is_not_held_against_the_e
 
 @pytest.mark.parametrize("end", ["reset", "hang"])
 def test_a_stream_that_dies_after_its_last_event_was_whole(end):
-    with cluster(idle_timeout_s=0.3) as one:
+    with cluster(idle_timeout_s=1.0) as one:
         one.decodes[0].script.append(stream(DEFAULT_EVENTS, then=end))
         assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS)
         assert one.metric("requests_total", endpoint="completions", outcome="broken_stream") == 0
@@ -235,8 +235,8 @@ def test_a_stream_that_dies_after_its_last_event_was_whole(end):
 
 
 def test_a_slow_stream_is_not_an_idle_one():
-    with cluster(idle_timeout_s=0.5, first_byte_timeout_s=0.3) as one:
-        one.decodes[0].script.append(stream([*DEFAULT_EVENTS, *DEFAULT_EVENTS], gap_s=0.2))
+    with cluster(idle_timeout_s=1.5, first_byte_timeout_s=1.5) as one:
+        one.decodes[0].script.append(stream([*DEFAULT_EVENTS, *DEFAULT_EVENTS], gap_s=0.4))
         assert one.post(COMPLETIONS, STREAMED).read_body == b"".join(DEFAULT_EVENTS) * 2
 
 

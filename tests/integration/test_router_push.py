@@ -24,11 +24,13 @@ COMPLETIONS = "/v1/completions"
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
 STREAMED = {**BODY, "stream": True}
 WHOLE = b"".join(DEFAULT_EVENTS)
+LEG_S = 2.0
+"""Of either leg: some tests wait for it to pass, and in the others it must not, on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
 def shared():
-    with cluster(mode="push", prefill_timeout_s=0.5, first_byte_timeout_s=0.5, quarantine_s=0.01) as running:
+    with cluster(mode="push", prefill_timeout_s=LEG_S, first_byte_timeout_s=LEG_S, quarantine_s=0.01) as running:
         yield running
 
 
@@ -42,7 +44,7 @@ def one(shared):
 
 @pytest.fixture(scope="module")
 def two():
-    with cluster(2, 2, mode="push", prefill_timeout_s=0.5, first_byte_timeout_s=0.5) as running:
+    with cluster(2, 2, mode="push", prefill_timeout_s=LEG_S, first_byte_timeout_s=LEG_S) as running:
         yield running
 
 
@@ -141,9 +143,8 @@ def test_a_prefill_leg_that_outlives_its_request_has_its_own_deadline_still(one)
     )
     one.prefills[0].script.append(hang)
     one.decodes[0].script.append(answer(DEFAULT_ANSWER))
-    started_at_s = time.monotonic()
     assert one.post(COMPLETIONS, BODY).status == 200
-    assert time.monotonic() - started_at_s < 0.4
+    assert grown() == [0, 0]
     one.wait_until_nothing_is_left()
     assert grown() == [1, 0]
 
@@ -172,15 +173,24 @@ def test_a_prefill_leg_that_holds_nothing_leaves_it_to_the_decode_engine(one):
     assert grown() == [0]
 
 
-def test_the_first_data_event_has_its_whole_time_after_a_long_prefill(one):
+def test_the_first_data_event_has_its_whole_time_after_a_long_prefill():
     async def slow(call) -> None:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.2)
         await default_behaviour(call)
 
-    one.prefills[0].script.append(slow)
-    one.decodes[0].script.append(stream([b": ping\n\n", b": ping\n\n", *DEFAULT_EVENTS], gap_s=0.35))
-    assert one.post(COMPLETIONS, STREAMED).status == 200
-    assert len(one.decodes[0].calls) == 1
+    async def pinging(call) -> None:
+        await call.begin_stream()
+        await call.chunk(b": ping\n\n")
+        await call.wait_for_push()
+        for event in [b": ping\n\n", *DEFAULT_EVENTS]:
+            await call.chunk(event)
+        await call.end_stream()
+
+    with cluster(mode="push", first_byte_timeout_s=1.0) as one:
+        one.prefills[0].script.append(slow)
+        one.decodes[0].script.append(pinging)
+        assert one.post(COMPLETIONS, STREAMED).status == 200
+        assert len(one.decodes[0].calls) == 1
 
 
 def test_the_handoff_is_timed_from_the_prefill_legs_answer(one, caplog):
@@ -195,9 +205,9 @@ def test_the_handoff_is_timed_from_the_prefill_legs_answer(one, caplog):
     with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
         for name in ("stages-1", "stages-2"):
             one.post(COMPLETIONS, BODY, {"x-request-id": name})
-            one.wait_for(lambda name=name: any(name in record.message for record in caplog.records))
+            one.wait_for(lambda name=name: any(name in record.getMessage() for record in caplog.records))
     gate.open(one)
-    after, before = (json.loads(record.message)["stages_s"] for record in caplog.records)
+    after, before = (json.loads(record.getMessage())["stages_s"] for record in caplog.records)
     assert 0.1 < after["handoff"] < after["first_byte"] <= after["total"]
     assert set(after) == {"prefill", "first_byte", "handoff", "total"}
     # The decode engine was first: nothing was waited for, and the prefill leg's time is not known yet.
@@ -272,11 +282,11 @@ def test_a_decode_leg_that_fails_while_the_prompt_is_computed_ends_that_and_both
 
 @pytest.mark.parametrize("behaviour", [status(429, "slow down"), status(501)])
 def test_a_decode_leg_that_is_refused_ends_the_prefill_leg_and_the_client_hears_of_it(one, behaviour):
+    timed_out = metrics(one, ("leg_failures_total", {"leg": "prefill", "reason": "timeout"}))
     one.prefills[0].script.append(hang)
     one.decodes[0].script.append(behaviour)
-    started_at_s = time.monotonic()
     assert one.post(COMPLETIONS, BODY).status in (429, 501)
-    assert time.monotonic() - started_at_s < 0.4
+    assert timed_out() == [0]
     (call,) = one.prefills[0].calls
     one.wait_for(lambda: call.was_aborted and set(one.prefills[0].released) == {handle_of(call)})
 
@@ -311,11 +321,11 @@ def test_two_legs_that_fail_at_once_cost_one_attempt(one, fault):
 
 
 def test_the_total_deadline_ends_both_legs():
-    with cluster(mode="push", total_timeout_s=0.3) as one:
+    with cluster(mode="push", total_timeout_s=1.0) as one:
         one.prefills[0].script.append(hang)
         started_at_s = time.monotonic()
         assert one.post(COMPLETIONS, STREAMED).status == 504
-        assert time.monotonic() - started_at_s < 2
+        assert time.monotonic() - started_at_s < 10
         one.wait_for(lambda: one.prefills[0].num_aborted == one.decodes[0].num_aborted == 1)
         one.wait_until_nothing_is_left()
 
@@ -356,8 +366,9 @@ def test_a_client_that_reads_slowly_holds_the_decode_engine_back_and_nothing_els
     one.wait_for(lambda: one.metric("outstanding_requests", engine="prefill-0") == 0)
     time.sleep(0.2)
     assert one.metric("outstanding_requests", engine="decode-0") == 1
-    received = 0
-    while b"[DONE]" not in (piece := client.recv(1 << 20)):
-        received += len(piece)
+    received = bytearray()
+    while not received.endswith(b"0\r\n\r\n"):
+        received += client.recv(1 << 20)
     client.close()
-    assert received > 100_000 * 190
+    assert received.count(big) == 200
+    assert b"[DONE]" in received

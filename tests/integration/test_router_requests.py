@@ -1,9 +1,10 @@
+import asyncio
 import json
 
 import pytest
 
 from support.fake_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, FakeEngine, answer, sse, status, stream
-from support.router_cluster import cluster
+from support.router_cluster import PATIENCE_S, cluster
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
@@ -110,10 +111,10 @@ def test_a_request_refused_before_a_route_was_chosen_counts_as_no_decision_and_i
     before = one.metric("decisions_total", route="pair", reason="default")
     with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
         reply = one.post(COMPLETIONS, body, {"x-request-id": "refused-1"})
-        one.wait_for(lambda: any("refused-1" in record.message for record in caplog.records))
+        one.wait_for(lambda: any("refused-1" in record.getMessage() for record in caplog.records))
     assert reply.status in (400, 404)
     assert reply.headers["x-request-id"] == "refused-1"
-    (line,) = [record.message for record in caplog.records if "refused-1" in record.message]
+    (line,) = [record.getMessage() for record in caplog.records if "refused-1" in record.getMessage()]
     receipt = json.loads(line)
     assert (receipt["route"], receipt["reason"], receipt["outcome"]) == ("", "", "client_error")
     assert one.metric("decisions_total", route="pair", reason="default") == before
@@ -214,12 +215,25 @@ def test_an_error_event_before_any_data_becomes_a_real_status(one):
 
 
 def test_headers_are_held_until_the_first_data_event(one):
-    one.decodes[0].script.append(stream([b": ping\n\n", b": ping\n\n", *DEFAULT_EVENTS], gap_s=0.15))
+    opened = asyncio.Event()
+
+    async def held_back(call):
+        await call.begin_stream()
+        for event in [b": ping\n\n", b": ping\n\n"]:
+            await call.chunk(event)
+        await opened.wait()
+        for event in DEFAULT_EVENTS:
+            await call.chunk(event)
+        await call.end_stream()
+
+    one.decodes[0].script.append(held_back)
     client = one.send_post(COMPLETIONS, {**BODY, "stream": True})
+    one.wait_for(lambda: len(one.decodes[0].calls) == 1)
     client.settimeout(0.2)
     with pytest.raises(TimeoutError):
         client.recv(1)
-    client.settimeout(5)
+    one.call(opened.set)
+    client.settimeout(PATIENCE_S)
     assert client.recv(15) == b"HTTP/1.1 200 OK"
     client.close()
 
@@ -249,7 +263,7 @@ def test_a_prefill_answer_whose_kv_is_through_already_still_says_what_was_cached
     with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
         assert one.post(COMPLETIONS, BODY, {"x-request-id": "through-1"}).status == 200
         one.wait_until_nothing_is_left()
-    (receipt,) = [json.loads(record.message) for record in caplog.records if "through-1" in record.message]
+    (receipt,) = [json.loads(record.getMessage()) for record in caplog.records if "through-1" in record.getMessage()]
     assert (receipt["num_held_tokens"], receipt["num_cached_tokens"]) == (0, 5)
     # Nothing is there to be read, so a decode engine that comes afterwards is not sent for it.
     assert (one.decodes[0].calls[0].leg is None) is (one.mode == "pull")
@@ -311,8 +325,8 @@ def test_metrics_count_what_happened(one):
 def test_the_log_line_tells_the_decision_and_no_text(one, caplog):
     with caplog.at_level("INFO", logger="kvshuttle.router.requests"):
         one.post(COMPLETIONS, {**BODY, "prompt": "a secret"}, {"x-request-id": "log-1"})
-        one.wait_for(lambda: any("log-1" in record.message for record in caplog.records))
-    (line,) = [record.message for record in caplog.records if "log-1" in record.message]
+        one.wait_for(lambda: any("log-1" in record.getMessage() for record in caplog.records))
+    (line,) = [record.getMessage() for record in caplog.records if "log-1" in record.getMessage()]
     receipt = json.loads(line)
     assert (receipt["route"], receipt["prefill_engine"], receipt["decode_engine"]) == ("pair", "prefill-0", "decode-0")
     assert (receipt["mode"], receipt["mode_reason"]) == (one.mode, "configured")

@@ -32,7 +32,7 @@ from kvshuttle.handoff.messages import (
     StatusReport,
 )
 
-_OTHER_LEG_S = 0.5
+_OTHER_LEG_S = 2.0
 FINGERPRINT = Fingerprint("model", "bf16", 16, 2, 2, 64, 1, "layout", (1024,), "chain-v1")
 
 
@@ -104,6 +104,12 @@ class Call:
         """Our part of its kv_transfer_params; None for vLLM's own."""
         params = self.body.get("kv_transfer_params")
         return params.get("kvshuttle") if params else None
+
+    @property
+    def handles(self) -> set[str]:
+        """Of the transfer, and of the turn that is to be kept."""
+        leg = self.leg or {}
+        return {leg.get("transfer_id", ""), leg.get("keep", {}).get("handle", "")} - {""}
 
 
 Behaviour = Callable[[Call], Awaitable[None]]
@@ -228,12 +234,18 @@ class FakeEngine:
 
     def forget(self) -> None:
         """Between tests that share this engine. A second release, seconds after the first, is not the next test's."""
-        self._forgotten |= {call.leg["transfer_id"] for call in self.calls if call.leg and "transfer_id" in call.leg}
+        self._forgotten |= {handle for call in self.calls for handle in call.handles}
         self._forgotten |= set(self.released)
         self.num_cached_tokens = None
         self.script.clear()
         self.calls.clear()
         self.released.clear()
+
+    @property
+    def load(self) -> dict[str, int]:
+        """What it reports: ``report``, and of an idle engine what that does not say."""
+        idle = {"num_running": 0, "num_waiting": 0, "num_loading": 0, "num_slots": 0}
+        return idle | {"num_blocks": 100, "num_free_blocks": 100} | self.report
 
     @property
     def url(self) -> str:
@@ -247,10 +259,9 @@ class FakeEngine:
             card = EngineCard(engine_id, self.incarnation, "kv_both", 1, "0.32.0", self.fingerprint, (), self.features)
             return HelloAck(card)
         if isinstance(message, Status):
-            load = {"num_running": 0, "num_waiting": 0, "num_blocks": 100, "num_free_blocks": 100} | self.report
             return StatusReport(
                 engine_id=f"engine-{self.name}", incarnation=self.incarnation, num_held_blocks=0, num_holdings=0,
-                num_leases=0, **load,
+                num_leases=0, **self.load,
             )  # fmt: skip
         if isinstance(message, Renew):
             remaining_s = tuple(self.remaining_s.get(handle, -1.0) for handle in message.handles)

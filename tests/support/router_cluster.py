@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PATIENCE_S = 20.0
+"""Far beyond any wait here, on a busy machine too; a test that gets there has failed."""
 QUICK = {
     "port": 0,
     "probe_interval_s": 0.1,
-    "probe_timeout_s": 0.5,
+    # Nothing here is slow to answer but a busy machine; tests of silence shorten the timeout that they are about.
+    "probe_timeout_s": 5.0,
     "retry_pause_s": 0.01,
     "quarantine_s": 0.2,
     "drain_s": 0.5,
-    "connect_timeout_s": 0.5,
+    "connect_timeout_s": 5.0,
     # What legs say of history depends on the requests before; the tests of conversations turn it on.
     "is_reusing_history": False,
 }
@@ -68,7 +71,7 @@ class Cluster:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 10.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = PATIENCE_S) -> T:
         """Run a coroutine on the cluster's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
@@ -76,7 +79,7 @@ class Cluster:
         """Run a function on the cluster's loop."""
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(lambda: done.set_result(function()))
-        return done.result(5)
+        return done.result(PATIENCE_S)
 
     def start_unpaired(self) -> None:
         """Start without waiting for anything."""
@@ -103,7 +106,7 @@ class Cluster:
     def stop(self) -> None:
         self.run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
         self._loop.close()
 
     async def _stop(self) -> None:
@@ -125,7 +128,7 @@ class Cluster:
         return self.request("POST", path, data, {"content-type": "application/json", **(headers or {})})
 
     def request(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
@@ -134,7 +137,7 @@ class Cluster:
             connection.close()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def send_post(self, path: str, body: Any, headers: str = "") -> socket.socket:
         """Send a request and leave the answer unread."""
@@ -184,7 +187,7 @@ class Cluster:
             self.wait_for(is_clean)
         assert not left_over
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Poll until a condition holds; fails the test when it does not in time."""
         deadline_at_s = time.monotonic() + timeout_s
         while not condition():

@@ -12,7 +12,7 @@ from kvshuttle.transport.endpoint import Endpoint
 from kvshuttle.transport.side_channel import SideChannelThread
 
 
-def ask_side(address: str, message: Message, *, timeout_s: float = 5.0) -> Message:
+def ask_side(address: str, message: Message, *, timeout_s: float = 20.0) -> Message:
     """One request, one reply. Raises what the endpoint reports."""
     secret = os.environ.get("KVSHUTTLE_SECRET", "").encode() or None
     endpoint: Endpoint[Message] = Endpoint(
@@ -23,4 +23,4 @@ def ask_side(address: str, message: Message, *, timeout_s: float = 5.0) -> Messa
     try:
         return asyncio.run(thread.request_async(address, message, timeout_s=timeout_s))
     finally:
-        thread.stop(timeout_s=5.0)
+        thread.stop(timeout_s=20.0)

@@ -68,7 +68,7 @@ def fleet_plan_of(*plans: ProcessPlan) -> FleetPlan:
     return FleetPlan("tiny", tuple(plan for plan in plans if plan.role is not Role.ROUTER), *routers)
 
 
-def wait_until(is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for a condition. Raises ``AssertionError`` when it does not come true in time."""
     deadline_at_s = time.monotonic() + timeout_s
     while not is_true():

@@ -285,6 +285,6 @@ def test_whatever_an_engine_sends_an_exchange_ends(noise, cuts, is_prefixed):
         wire.connection.connection_lost(None)
         with contextlib.suppress(LegError):
             # Anything but an answer and a LegError fails the test, also no end at all.
-            await asyncio.wait_for(answer_of(wire.exchange), 1)
+            await asyncio.wait_for(answer_of(wire.exchange), 20)
 
     on_loop(test)
