@@ -1,3 +1,4 @@
+import asyncio
 import socket
 import time
 
@@ -5,7 +6,7 @@ import msgspec
 import pytest
 
 from kvshuttle.handoff.messages import Hello
-from support.fake_engine import FINGERPRINT, FakeEngine, hang, once_among, status, stream
+from support.fake_engine import FINGERPRINT, FakeEngine, default_behaviour, hang, once_among, status, stream
 from support.router_cluster import Cluster, cluster
 
 COMPLETIONS = "/v1/completions"
@@ -32,6 +33,7 @@ def test_health_counts_engines_and_pairs_and_names_no_address(one):
             "prefill": {"up": 1, "total": 1},
             "decode": {"up": 1, "total": 1},
             "down": {},
+            "silent": {},
             "incompatible": [],
         },
     )
@@ -148,10 +150,13 @@ def test_an_engine_whose_health_is_bad_is_not_used(one):
 def test_an_engine_that_is_silent_on_its_side_channel_forms_no_pair_but_decodes_alone(one):
     one.decodes[0].is_side_up = False
     one.wait_for(lambda: one.health()["pairs"] == 0)
+    assert one.health()["silent"].keys() == {"decode-0"}
+    assert one.health()["silent"]["decode-0"].startswith("side channel: decode-0 gave no answer in ")
     assert one.post(COMPLETIONS, BODY).status == 200
     assert one.metric("decisions_total", route="local", reason="no_compatible_pair") == 1
     one.decodes[0].is_side_up = True
     one.wait_for(lambda: one.health()["pairs"] == 1)
+    assert one.health()["silent"] == {}
 
 
 @pytest.mark.parametrize("policy", ["retry_then_local", "retry_then_fail"])
@@ -176,6 +181,40 @@ def test_an_engine_that_is_dead_on_both_channels_fails_what_waits_for_it():
         assert client.recv(12) == b"HTTP/1.1 200"
         client.close()
         assert one.metric("leg_failures_total", leg="prefill", reason="engine_down") == 1
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_prefill_engine_that_hangs_behind_a_healthy_http_server_fails_what_waits_for_it(mode):
+    with cluster(mode=mode, probe_interval_s=0.1, unhealthy_after=2) as one:
+        one.prefills[0].script.append(hang)
+        if mode == "push":
+            one.decodes[0].script.append(hang)
+        client = one.send_post(COMPLETIONS, BODY)
+        one.wait_for(lambda: len(one.prefills[0].calls) == 1)
+        one.call(lambda: setattr(one.prefills[0], "is_side_up", False))
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.close()
+        assert one.health()["prefill"] == {"up": 1, "total": 1}
+        assert one.metric("leg_failures_total", leg="prefill", reason="engine_down") == 1
+
+
+def test_a_decode_engine_that_is_silent_on_its_side_channel_may_finish_its_answers():
+    with cluster(probe_interval_s=0.1, unhealthy_after=2) as one:
+        goes_on = asyncio.Event()
+
+        async def answer_later(call):
+            await goes_on.wait()
+            await default_behaviour(call)
+
+        one.decodes[0].script.append(answer_later)
+        client = one.send_post(COMPLETIONS, BODY)
+        one.wait_for(lambda: len(one.decodes[0].calls) == 1)
+        one.call(lambda: setattr(one.decodes[0], "is_side_up", False))
+        one.wait_for(lambda: one.health()["silent"])
+        one.call(goes_on.set)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.close()
+        assert len(one.decodes[0].calls) == 1
 
 
 def test_engines_whose_fingerprints_differ_are_never_paired_and_the_fields_are_named(caplog):

@@ -253,7 +253,7 @@ class FakeEngine:
 
     def answer_side(self, message: Message) -> Message:
         if not self.is_side_up:
-            raise PeerUnreachable("scripted")
+            raise PeerUnreachable(f"{self.side_address} gave no answer in 1 s")
         if isinstance(message, Hello):
             engine_id = f"engine-{self.name}"
             card = EngineCard(engine_id, self.incarnation, "kv_both", 1, "0.32.0", self.fingerprint, (), self.features)

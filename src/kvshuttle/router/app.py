@@ -220,6 +220,9 @@ class Router:
             "prefill": {"up": sum(engine.is_up for engine in registry.prefills), "total": len(registry.prefills)},
             "decode": {"up": num_decodes, "total": len(registry.decodes)},
             "down": {engine.name: engine.why_down for engine in registry.engines.values() if not engine.is_up},
+            "silent": {
+                each.name: each.why_silent for each in registry.engines.values() if each.is_up and each.why_silent
+            },
             "incompatible": [
                 {"prefill": prefill, "decode": decode, "differences": differences}
                 for (prefill, decode), differences in registry.incompatible_pairs().items()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kvshuttle.config import EngineRole
 from kvshuttle.errors import RemoteProtocolError, TransportError
 from kvshuttle.handoff.messages import (
     PROTOCOL_VERSION,
@@ -159,11 +160,15 @@ class Prober:
             try:
                 await self._probe_side(engine)
                 self._side_failures[engine.name] = 0
+                engine.why_silent = ""
             except (TransportError, RemoteProtocolError) as error:
                 failures = self._side_failures.get(engine.name, 0) + 1
                 self._side_failures[engine.name] = failures
                 if failures == self._config.unhealthy_after:
                     logger.warning("%s does not answer on its side channel: %s", engine.name, error)
+                if failures >= self._config.unhealthy_after or engine.card is None:
+                    # Anybody may read it at /health, so it names no address.
+                    engine.why_silent = f"side channel: {error}".replace(engine.spec.side_address, engine.name)
                 if failures >= self._config.unhealthy_after:
                     self._registry.set_card(engine, None)
                     self._bury(engine)
@@ -198,9 +203,13 @@ class Prober:
     # --- both ---
 
     def _bury(self, engine: Engine) -> None:
-        """Fail what waits for an engine that answers on neither channel."""
-        limit = self._config.unhealthy_after
-        if not engine.is_up and self._side_failures.get(engine.name, 0) >= limit:
+        """Fail what waits for an engine that answers on neither channel, and prompts of one that can hand nothing off.
+
+        vLLM's HTTP server goes on saying that all is well while the process that computes hangs; the side channel is
+        in that process. A decode engine's streams may still be alive.
+        """
+        is_silent = self._side_failures.get(engine.name, 0) >= self._config.unhealthy_after
+        if is_silent and (not engine.is_up or engine.spec.role is EngineRole.PREFILL):
             engine.fail_exchanges()
 
     async def _pause(self, kick: asyncio.Event) -> None:

@@ -45,6 +45,7 @@ class Engine:
         self.models: frozenset[str] | None = None
         self.is_up = False
         self.why_down = _NOT_PROBED
+        self.why_silent = ""
         self.peers: frozenset[str] = frozenset()
         self.outstanding_requests = 0
         self.outstanding_tokens = 0
