@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvshuttle.launcher.chat import fetch_metrics, stream_chat
 from kvshuttle.launcher.metrics import total_of, totals_by
 from kvshuttle.launcher.plan import Role
-from kvshuttle.launcher.prepare import prepare
+from kvshuttle.launcher.prepare import claimed_port, prepare
 from kvshuttle.launcher.up import announce_start, open_fleet
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def run_demo(config: LauncherConfig, around: Surroundings) -> int:
     """Start, chat, show, stop. 0 when KV moved in every turn, else 1. Raises ``KvshuttleError`` if something breaks."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    plan = prepare(config, around)
-    with open_fleet(plan, config, around) as fleet:
+    with claimed_port(config), open_fleet(plan := prepare(config, around), config, around) as fleet:
         announce_start(plan, around)
         fleet.start(timeout_s=config.startup_timeout_s)
         turns = _chat(fleet, around)

@@ -88,6 +88,21 @@ def is_port_free(host: str, port: int) -> bool:
     return True
 
 
+def claim_port(host: str, port: int) -> socket.socket | None:
+    """A mark that a launcher means to serve there, until it is closed; None when another one does already.
+
+    The router listens only when the engines are up, a minute later. The mark is an abstract socket: it is where ports
+    are, in the network namespace, and gone with its process.
+    """
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mark.bind(f"\0kvshuttle-{host}-{port}")
+    except OSError:
+        mark.close()
+        return None
+    return mark
+
+
 def _highest_port() -> int:
     try:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.config import secret_from
 from kvshuttle.errors import ConfigError, LaunchFailed
-from kvshuttle.launcher.machine import free_ports, is_port_free, this_machine
+from kvshuttle.launcher.machine import claim_port, free_ports, is_port_free, this_machine
 from kvshuttle.launcher.model import BUNDLED, ensure_model
 from kvshuttle.launcher.model_config import read_model_config
 from kvshuttle.launcher.plan import plan_fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvshuttle.config import LauncherConfig
     from kvshuttle.launcher.plan import FleetPlan, Machine
@@ -73,10 +73,24 @@ def _check_address(config: LauncherConfig) -> None:
             f"--host: {config.host} is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all addresses"
         )
     if config.port and not is_port_free(config.host, config.port):
+        where = f"{config.host}:{config.port}"
+        raise LaunchFailed(f"--port: {where} is taken or not permitted. {_another_port(config.port)}")
+
+
+@contextlib.contextmanager
+def claimed_port(config: LauncherConfig) -> Iterator[None]:
+    """The port is ours also while nobody listens there yet. Raises ``LaunchFailed`` when it is another launcher's."""
+    mark = claim_port(config.host, config.port) if config.port else None
+    if config.port and mark is None:
         raise LaunchFailed(
-            f"--port: {config.host}:{config.port} is taken or not permitted."
-            f" Choose another, e.g. `--port {config.port + 1}` (with make: `PORT={config.port + 1}`)."
+            f"--port: another kvshuttle starts or serves at {config.host}:{config.port}. {_another_port(config.port)}"
         )
+    with mark or contextlib.nullcontext():
+        yield
+
+
+def _another_port(port: int) -> str:
+    return f"Choose another, e.g. `--port {port + 1}` (with make: `PORT={port + 1}`)."
 
 
 def _check_plan(config: LauncherConfig, machine: Machine, around: Surroundings) -> None:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvshuttle.launcher.fleet import Fleet
-from kvshuttle.launcher.prepare import prepare
+from kvshuttle.launcher.prepare import claimed_port, prepare
 from kvshuttle.launcher.restarts import RestartSchedule
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvshuttle.launcher.prepare import Surroundings
 
 _WATCH_EVERY_S = 0.5
+_ENVIRONMENT = {
+    # Everything is on this machine. UCX would let its peers in at every address that the machine has.
+    "UCX_NET_DEVICES": "lo",
+}
 
 
 class StopSignal:
@@ -47,8 +51,8 @@ class StopSignal:
 def run_up(config: LauncherConfig, around: Surroundings) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; returns the exit code. Raises ``ConfigError`` or ``LaunchFailed``."""
     stop = StopSignal()
-    plan = prepare(config, around)
-    return serve_plan(plan, config, around, stop)
+    with claimed_port(config):
+        return serve_plan(prepare(config, around), config, around, stop)
 
 
 def serve_plan(plan: FleetPlan, config: LauncherConfig, around: Surroundings, stop: StopSignal) -> int:
@@ -68,7 +72,7 @@ def open_fleet(plan: FleetPlan, config: LauncherConfig, around: Surroundings) ->
     """The fleet of ``plan``, not started yet."""
     return Fleet(
         plan,
-        env=around.env,
+        env={**_ENVIRONMENT, **around.env},
         log_dir=around.log_dir,
         report=around.report,
         state_path=around.state_path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from kvshuttle.cli import _check_router
 from kvshuttle.config import LauncherConfig
 from kvshuttle.errors import ConfigError, LaunchFailed
+from kvshuttle.launcher.machine import claim_port, free_ports
 from kvshuttle.launcher.prepare import (
     Surroundings,
     check_directory,
+    claimed_port,
     default_log_dir,
     delete_old_logs,
     find_model,
@@ -88,6 +91,20 @@ def test_a_taken_port_is_blamed_on_the_port(tmp_path: Path) -> None:
         port = server.getsockname()[1]
         with pytest.raises(LaunchFailed, match=f"--port: 127.0.0.1:{port} is taken"):
             prepare(LauncherConfig(model="/nowhere", port=port), surroundings(tmp_path))
+
+
+def test_a_port_that_another_launcher_is_starting_for_is_refused_until_that_one_has_ended() -> None:
+    config = LauncherConfig(port=next(free_ports(random.Random())))
+    refusal = f"--port: another kvshuttle starts or serves at 127.0.0.1:{config.port}"
+    with claimed_port(config):
+        with pytest.raises(LaunchFailed, match=refusal):
+            claimed_port(config).__enter__()
+        elsewhere = claim_port("127.0.0.2", config.port)
+    again = claim_port("127.0.0.1", config.port)
+    assert elsewhere is not None
+    assert again is not None
+    elsewhere.close()
+    again.close()
 
 
 def make_runs(logs: Path, num_runs: int, *, changed_at_s: float) -> list[Path]:
