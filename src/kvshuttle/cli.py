@@ -28,6 +28,7 @@ from kvshuttle.errors import ConfigError, KvshuttleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from kvshuttle.launcher.prepare import Surroundings
 
@@ -299,23 +300,24 @@ def _model(args: argparse.Namespace) -> int:
 def _bench_handoff(args: argparse.Namespace) -> int:
     from kvshuttle.bench.handoff import run_handoff
 
-    run_handoff(HandoffPlan.from_mapping(_given(args, HandoffPlan)), _out_dir(args), env=os.environ, say=_say)
+    with _out_dir(args) as out_dir:
+        run_handoff(HandoffPlan.from_mapping(_given(args, HandoffPlan)), out_dir, env=os.environ, say=_say)
     return _bench_report(args)
 
 
 def _bench_turns(args: argparse.Namespace) -> int:
     from kvshuttle.bench.turns import run_turns
 
-    run_turns(TurnsPlan.from_mapping(_given(args, TurnsPlan)), _out_dir(args), env=os.environ, say=_say)
+    with _out_dir(args) as out_dir:
+        run_turns(TurnsPlan.from_mapping(_given(args, TurnsPlan)), out_dir, env=os.environ, say=_say)
     return _bench_report(args)
 
 
-def _out_dir(args: argparse.Namespace) -> Path:
-    """The directory to write to. Raises ``ConfigError``."""
-    from kvshuttle.launcher.prepare import check_directory
+def _out_dir(args: argparse.Namespace) -> AbstractContextManager[Path]:
+    """The directory to write to, which no other process has meanwhile. Raises ``ConfigError``."""
+    from kvshuttle.launcher.prepare import claimed_directory
 
-    check_directory("--out", args.out)
-    return Path(args.out)
+    return claimed_directory("--out", args.out)
 
 
 def _bench_report(args: argparse.Namespace) -> int:
@@ -323,8 +325,10 @@ def _bench_report(args: argparse.Namespace) -> int:
 
     try:
         _say(f"report: {write_report(args.out)}")
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"--out: {args.out} is no run of this benchmark: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
     return 0
 
 
@@ -332,14 +336,16 @@ def _bench_run(args: argparse.Namespace) -> int:
     from kvshuttle.bench.grid import run_grid
     from kvshuttle.bench.grid_plan import load_grid_plan
 
-    run_grid(load_grid_plan(args.plan), _out_dir(args), env=os.environ, say=_say)
+    with _out_dir(args) as out_dir:
+        run_grid(load_grid_plan(args.plan), out_dir, env=os.environ, say=_say)
     return _bench_report(args)
 
 
 def _bench_churn(args: argparse.Namespace) -> int:
     from kvshuttle.bench.churn import run_churn
 
-    is_pass = run_churn(ChurnPlan.from_mapping(_given(args, ChurnPlan)), _out_dir(args), env=os.environ, say=_say)
+    with _out_dir(args) as out_dir:
+        is_pass = run_churn(ChurnPlan.from_mapping(_given(args, ChurnPlan)), out_dir, env=os.environ, say=_say)
     _bench_report(args)
     return 0 if is_pass else 1
 
@@ -351,7 +357,8 @@ def _log_to_standard_error() -> None:
 def _bench_calibrate(args: argparse.Namespace) -> int:
     from kvshuttle.bench.calibrate import run_calibrate
 
-    run_calibrate(CalibratePlan.from_mapping(_given(args, CalibratePlan)), _out_dir(args), env=os.environ, say=_say)
+    with _out_dir(args) as out_dir:
+        run_calibrate(CalibratePlan.from_mapping(_given(args, CalibratePlan)), out_dir, env=os.environ, say=_say)
     return 0
 
 

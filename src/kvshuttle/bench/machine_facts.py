@@ -94,7 +94,9 @@ def write_facts(path: Path, profile: Profile | None, *, is_continued: bool) -> N
     facts = machine_facts(profile)
     if is_continued and path.exists():
         facts = joined_facts(read_facts(path, is_emulated=False), facts)
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(facts, indent=1) + "\n")
+    part.replace(path)
 
 
 def joined_facts(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

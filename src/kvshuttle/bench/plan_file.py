@@ -138,7 +138,9 @@ def _read(out_dir: Path) -> dict[str, Any]:
     path = out_dir / PLAN_FILE
     try:
         values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--out: {path} is no plan: {error}; choose another directory") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--out: {path} is no plan, but {values!r}; choose another directory")

@@ -35,10 +35,15 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def append_records(path: Path, records: Sequence[Any]) -> None:
-    """Append, all at once: a run that is cut off leaves one broken line at worst, which the next call takes away."""
+    """Append, all at once: a run that is cut off leaves one broken line at worst, which the next call takes away.
+
+    A published run that goes on is unpacked first. Raises ``ConfigError`` where that cannot be.
+    """
+    if not path.exists() and (packed := _packed(path)).exists():
+        _replace(path, _data_of(packed))
     with path.open("ab+") as file:
         _cut_broken_line(file)
-        file.write(b"".join(_ENCODER.encode(record) + b"\n" for record in records))
+        file.write(_lines_of(records))
 
 
 def read_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
@@ -55,11 +60,8 @@ def read_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
 def resume_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
     """The same for a run that goes on, which takes the others out of the file: their cells are written again."""
     finished = read_finished(path, decoder)
-    if path.exists():
-        kept = path.with_name(f"{path.name}.part")
-        kept.unlink(missing_ok=True)
-        append_records(kept, finished)
-        kept.replace(path)
+    if path.exists() or _packed(path).exists():
+        _replace(path, _lines_of(finished))
     return finished
 
 
@@ -68,12 +70,14 @@ def read_all(path: Path, decoder: msgspec.json.Decoder[V]) -> list[V]:
 
     Raises ``ConfigError`` naming the file, and the line that is no record.
     """
+    found = next((each for each in (path, _packed(path)) if each.exists()), None)
+    data = _data_of(found) if found else b""
     records = []
-    for number, line in enumerate(_whole_lines(path), start=1):
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             records.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"--out: {path}, line {number}: {error}; take that line out") from error
+            raise ConfigError(f"--out: {found}, line {number}: {error}; take that line out") from error
     return records
 
 
@@ -86,18 +90,27 @@ def there_must_be(records: Sequence[V], directory: Path) -> Sequence[V]:
     return records
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    packed = path.with_name(f"{path.name}.gz")
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.gz")
+
+
+def _data_of(path: Path) -> bytes:
     try:
-        if path.exists():
-            data = path.read_bytes()
-        elif packed.exists():
-            data = gzip.decompress(packed.read_bytes())
-        else:
-            return []
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"--out: the records of {path.parent} cannot be read: {error}") from error
-    return data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def _lines_of(records: Sequence[Any]) -> bytes:
+    return b"".join(_ENCODER.encode(record) + b"\n" for record in records)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """All of it or nothing, whatever happens meanwhile."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def _cut_broken_line(file: BinaryIO) -> None:

@@ -65,7 +65,7 @@ class EngineSpec:
         try:
             url, side = urlsplit(url_text), urlsplit(f"//{side_address.strip()}")
             port, is_bare = url.port, url.port != 0 and _is_host_and_port(url)
-            is_side_good = bool(comma and side.port and _is_host_and_port(side)) and not side.path
+            is_side_good = bool(comma and side.port and _is_host_and_port(side)) and not set(side_address) & set("@?#/")
         except ValueError as error:
             raise ConfigError(f"{role} engine: {error}; {example}") from error
         if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or not is_bare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from importlib import metadata
@@ -41,12 +42,15 @@ def usable_cores() -> tuple[int, ...]:
 def usable_gpus(num_gpus: int, visible: str | None) -> tuple[str, ...]:
     """GPUs as CUDA names them: by number, or as ``visible`` has them, the value of ``CUDA_VISIBLE_DEVICES``.
 
-    None for unset. As for CUDA, what stands behind the first entry that names no GPU, or one again, does not count.
+    None for unset. As for CUDA, what stands behind the first entry that names no GPU does not count. Nor does what
+    stands behind one that names a GPU again, for which CUDA shows none at all: each engine is given its own.
     """
     if visible is None or num_gpus == 0:
         return tuple(str(index) for index in range(num_gpus))
     found: list[str] = []
     for name in (each.strip() for each in visible.split(",")):
+        if name.isascii() and name.isdecimal():
+            name = str(int(name))  # noqa: PLW2901 - as CUDA reads "01"
         is_known = name in map(str, range(num_gpus)) or name[:4] in ("GPU-", "MIG-")
         if not is_known or name in found:
             break
@@ -91,12 +95,20 @@ def is_port_free(host: str, port: int) -> bool:
 def claim_port(host: str, port: int) -> socket.socket | None:
     """A mark that a launcher means to serve there, until it is closed; None when another one does already.
 
-    The router listens only when the engines are up, a minute later. The mark is an abstract socket: it is where ports
-    are, in the network namespace, and gone with its process.
+    The router listens only when the engines are up, a minute later.
+    """
+    return claim(f"port {host}:{port}")
+
+
+def claim(what: str) -> socket.socket | None:
+    """A mark that no other process of this machine can have until it is closed; None when one has it already.
+
+    It is an abstract socket: no file is left behind, and it is gone with its process.
     """
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        mark.bind(f"\0kvshuttle-{host}-{port}")
+        # Longer names than a socket's may be.
+        mark.bind(f"\0kvshuttle-{hashlib.sha256(what.encode(errors='surrogateescape')).hexdigest()}")
     except OSError:
         mark.close()
         return None

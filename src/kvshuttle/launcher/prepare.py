@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvshuttle.config import secret_from
 from kvshuttle.errors import ConfigError, LaunchFailed
-from kvshuttle.launcher.machine import claim_port, free_ports, is_port_free, this_machine
+from kvshuttle.launcher.machine import claim, claim_port, free_ports, is_port_free, this_machine
 from kvshuttle.launcher.model import BUNDLED, ensure_model
 from kvshuttle.launcher.model_config import read_model_config
 from kvshuttle.launcher.plan import plan_fleet
@@ -116,6 +116,19 @@ def _check_files(around: Surroundings) -> None:
         raise ConfigError(f"--state: {error.strerror}: {around.state_path}; give another file") from error
     if is_dir:
         raise ConfigError(f"--state: {around.state_path} is a directory; give a file")
+
+
+@contextlib.contextmanager
+def claimed_directory(option: str, directory: Path) -> Iterator[Path]:
+    """A directory to write to that no other process has meanwhile. Raises ``ConfigError`` naming ``option``."""
+    check_directory(option, directory)
+    mark = claim(f"directory {directory.resolve()}")
+    if mark is None:
+        raise ConfigError(
+            f"{option}: another kvshuttle writes to {directory}; wait for it, or choose another directory"
+        )
+    with mark:
+        yield directory
 
 
 def check_directory(option: str, directory: Path) -> None:

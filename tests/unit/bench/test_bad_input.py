@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from kvshuttle.cli import main
 from kvshuttle.emulate.profile import load_profile
 from kvshuttle.errors import ConfigError
 from kvshuttle.launcher.plan import Machine
+from kvshuttle.launcher.prepare import claimed_directory
 from support.grid_values import grid_plan
 
 if TYPE_CHECKING:
@@ -277,6 +279,33 @@ def test_a_report_of_a_plan_that_cannot_be_says_so(
     written_facts(tmp_path, FACTS)
     assert main(["bench", "report", "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "handoff"])
+def test_a_plan_that_is_a_directory_says_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").mkdir()
+    assert main(["bench", command, "--out", str(tmp_path)]) == 2
+    assert f"--out: {tmp_path}/plan.json is no plan: " in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_not_taken_for_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvshuttle.bench.report.write_report", full)
+    assert main(["bench", "report", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("--out: [Errno 28] No space left on device\n")
+
+
+def test_two_processes_do_not_measure_into_one_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with claimed_directory("--out", tmp_path):
+        assert main(["bench", "handoff", "--out", str(tmp_path / "link")]) == 2
+    assert "--out: another kvshuttle writes to " in capsys.readouterr().err
+    with claimed_directory("--out", tmp_path) as directory:
+        assert directory == tmp_path
 
 
 @pytest.mark.parametrize(

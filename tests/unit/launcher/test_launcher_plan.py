@@ -238,6 +238,7 @@ def test_gpus_are_dealt_out_and_nothing_of_the_cpu_is_set() -> None:
         (8, "GPU-8f1c,MIG-77aa", ("GPU-8f1c", "MIG-77aa")),
         (8, "1,9,2", ("1",)),
         (8, "3,3,4", ("3",)),
+        (8, "01, 00,1", ("1", "0")),
         (8, "٣", ()),
         (8, "-1", ()),
         (8, "", ()),
