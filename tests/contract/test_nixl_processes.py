@@ -14,27 +14,31 @@ import pytest
 pytestmark = pytest.mark.nixl
 
 TESTS = Path(__file__).parents[1]
+LOOPBACK_IN_HEX = "0100007F"
+"""127.0.0.1 as the kernel writes it."""
+
+
+def told(prefix: str, module: str, *arguments: str, **variables: str) -> str:
+    """The line that a program of ours prints behind ``prefix``. ``variables``: all that it knows of UCX."""
+    pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    environ |= {"PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent / "src"))), **variables}
+    words = [sys.executable, "-m", module, *arguments]
+    run = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=180, check=False)
+    found = [line.removeprefix(prefix) for line in run.stdout.splitlines() if line.startswith(prefix)]
+    assert len(found) == 1, run.stdout + run.stderr
+    return found[0]
 
 
 def seen(scenario: str, transports: str) -> dict[str, Any]:
     """What a scenario of ``support.dying_peer`` reports, with UCX limited to ``transports`` ("" for its own choice)."""
-    pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent / "src")))}
-    environ.pop("UCX_TLS", None)
-    if transports:
-        environ["UCX_TLS"] = transports
-    run = subprocess.run(
-        [sys.executable, "-m", "support.dying_peer", scenario],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    results = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(results) == 1, run.stdout + run.stderr
-    result: dict[str, Any] = json.loads(results[0])
+    variables = {"UCX_TLS": transports} if transports else {}
+    result: dict[str, Any] = json.loads(told("RESULT ", "support.dying_peer", scenario, **variables))
     return result
+
+
+def test_an_agent_that_is_kept_to_loopback_listens_nowhere_else() -> None:
+    assert told("LISTENING ", "support.listening", UCX_NET_DEVICES="lo") == LOOPBACK_IN_HEX
 
 
 @pytest.mark.parametrize("transports", ["", "tcp"])

@@ -99,25 +99,6 @@ def test_a_process_that_dies_is_told_of_and_started_again_while_the_others_go_on
     assert "decode-0 is started again in 1 s" in output
 
 
-def environment(pid: int) -> dict[str, str]:
-    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(word.split("=", 1) for word in words if word)
-
-
-@pytest.fixture
-def named_network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What the operator has set."""
-    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    if request.param is not None:
-        monkeypatch.setenv("UCX_NET_DEVICES", request.param)
-
-
-@pytest.mark.parametrize(("named_network", "wanted"), [(None, "lo"), ("eth7", "eth7")], indirect=["named_network"])
-@pytest.mark.usefixtures("named_network")
-def test_transfers_stay_on_this_machine_unless_the_operator_names_a_network(wanted: str, up: Up) -> None:
-    assert {environment(pid)["UCX_NET_DEVICES"] for pid in up.groups()} == {wanted}
-
-
 @pytest.mark.parametrize("up", ["leave"], indirect=True)
 def test_without_restarting_a_death_is_only_told_of(up: Up) -> None:
     group = up.state().processes[0].pid

@@ -81,17 +81,17 @@ def test_every_option_of_up_reaches_the_configuration() -> None:
             "--kv-cache-gib: 99,999.0 GiB of KV cache for an engine, and",
         ),
         (["up", "--max-model-len", "9" * 400], "--max-model-len: up to 1,000,000,000, got 9999999999"),
-        (["up", "--startup-timeout-s", "1e308"], "--startup-timeout-s: up to 10,000,000, got 1e+308"),
+        (["up", "--startup-timeout-s", "1e308"], "--startup-timeout-s: up to 1,000,000,000, got 1e+308"),
         (["up", "--stop-timeout-s", "nan"], "--stop-timeout-s: a finite number, got nan"),
         (["up", "--connector-option", "lease_s=1e999"], "lease_s: a finite number, got inf"),
         (["up", "--connector-option", "lease_s=" + "9" * 5000], "lease_s: a number of seconds above 0, got '999"),
         (
             ["up", "--connector-option", f"retention_max_blocks={10**22}"],
-            "retention_max_blocks: up to 1,000,000,000, got",
+            "retention_max_blocks: up to 9,223,372,036,854,775,807, got",
         ),
         (["up", "--connector-option", "lease_s=" + "[" * 100_000], "lease_s: a number of seconds above 0, got '[["),
-        (["router", *ENGINES, "--drain-s", "1e308"], "drain_s: up to 10,000,000, got 1e+308"),
-        (["router", *ENGINES, "--max-connections", str(10**22)], "max_connections: up to 1,000,000,000, got 1"),
+        (["router", *ENGINES, "--drain-s", "1e308"], "drain_s: up to 1,000,000,000, got 1e+308"),
+        (["router", *ENGINES, "--max-connections", str(10**22)], "max_connections: up to 9,223,372,036,854,775"),
         (["router", *ENGINES, "--retry-pause-s", "1e-300"], "retry_pause_s: 0.000001 or more, got 1e-300"),
         (["router", *ENGINES, "--unhealthy-after", str(10**22)], "unhealthy_after: up to 10,000, got 1"),
         (["router"], "at least one prefill engine is needed; name it with --prefill URL,SIDE"),
@@ -105,8 +105,24 @@ def test_a_wrong_setting_ends_with_code_2_and_names_the_option(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVSHUTTLE_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvshuttle.launcher.machine.usable_cores", lambda: (0, 1))
+    monkeypatch.setattr("kvshuttle.launcher.fleet.Fleet.start", lambda *_, **__: pytest.fail("it was started"))
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--local-prefill-max-tokens", str(2**31 - 1)],
+        ["--disaggregate-from-tokens", str(2**63 - 1)],
+        ["--max-connections", str(2**31 - 1)],
+        ["--max-body-bytes", str(2**40)],
+        ["--total-timeout-s", "1e9", "--idle-timeout-s", "1e9"],
+    ],
+)
+def test_a_limit_may_say_that_there_is_none(options: list[str]) -> None:
+    assert router_config_from(parse("router", *ENGINES, *options)).max_attempts == 3
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
@@ -175,10 +191,10 @@ def test_options_win_over_the_routers_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"drain_s = {10**400}", "drain_s: up to 10,000,000, got 1000"),
+        (f"drain_s = {10**400}", "drain_s: up to 1,000,000,000, got 1000"),
         ("drain_s = " + "9" * 5000, "--config: "),
         ("drain_s = nan", "drain_s: a finite number, got nan"),
-        ("max_body_bytes = 1_000_000_000_001", "max_body_bytes: up to 1,000,000,000,000, got 1000000000001"),
+        (f"max_body_bytes = {2**63}", "max_body_bytes: up to 9,223,372,036,854,775,807, got 9223372036854775808"),
         ("max_attempts = " + "[" * 100_000, "--config: "),
     ],
 )

@@ -21,6 +21,7 @@ from kvshuttle.bench.churn_watch import Watch
 from kvshuttle.bench.load import BENCH_SERVE_OWN_PROMPTS, LoadGenerator, write_prompt_tokenizer
 from kvshuttle.bench.machine_facts import machine_facts
 from kvshuttle.bench.plan_file import claim
+from kvshuttle.bench.record_file import has_records
 from kvshuttle.bench.router_calls import wait_for_pair
 from kvshuttle.bench.router_log import read_request_lines
 from kvshuttle.bench.run_files import FACTS_FILE, RECORDS_FILE, TOKENIZER_DIR
@@ -74,7 +75,7 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     One that is cut off, by a signal or because engines do not answer, does not pass. Raises ``ConfigError`` when the
     directory holds a run already, ``LaunchFailed`` when engines do not start.
     """
-    if (out_dir / RECORDS_FILE).exists():
+    if has_records(out_dir / RECORDS_FILE):
         raise ConfigError(f"--out: {out_dir} holds a run already, which cannot go on; choose another directory")
     profile = effective_profile(plan)
     plan.check_machine(this_machine(), profile.geometry.kv_bytes_per_token)

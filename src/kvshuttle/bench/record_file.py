@@ -34,6 +34,11 @@ V = TypeVar("V")
 _ENCODER = msgspec.json.Encoder()
 
 
+def has_records(path: Path) -> bool:
+    """Whether a run has written there, or was published from there."""
+    return path.exists() or _packed(path).exists()
+
+
 def append_records(path: Path, records: Sequence[Any]) -> None:
     """Append, all at once: a run that is cut off leaves one broken line at worst, which the next call takes away.
 
@@ -60,7 +65,7 @@ def read_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
 def resume_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
     """The same for a run that goes on, which takes the others out of the file: their cells are written again."""
     finished = read_finished(path, decoder)
-    if path.exists() or _packed(path).exists():
+    if has_records(path):
         _replace(path, _lines_of(finished))
     return finished
 

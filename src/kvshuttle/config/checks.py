@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1_000_000_000
 MOST_BLOCKS = 1_000_000_000
 _MOST = {
-    "s": 10_000_000,  # 115 days
-    "ttl": 10_000_000,
+    "s": 1_000_000_000,  # 31 years
+    "ttl": 1_000_000_000,
     "ms": 1_000_000,
     "minutes": 100_000,
     "gib": 100_000,
@@ -26,7 +26,6 @@ _MOST = {
     "tokens": MOST_TOKENS,
     "contexts": MOST_TOKENS,
     "len": MOST_TOKENS,
-    "threshold": MOST_TOKENS,
     "chunk_tokens": 1_000_000,  # vLLM makes room for as many
     "blocks": MOST_BLOCKS,
     "seed": 2**32 - 1,  # what random generators of others take
@@ -39,8 +38,9 @@ _MOST = {
     "calm": 100,
 }
 """By a setting's name or the last part of it. Beyond what anybody uses, and near enough that nothing overflows."""
-_MOST_OF_LIMITS = 1_000_000_000
-"""Of settings that are limits themselves, where a large number says that there is none."""
+_LIMIT_WORDS = {"max", "from", "threshold"}
+"""In the names of settings that are limits themselves, where a large number says that there is none."""
+_MOST_OF_LIMITS = 2**63 - 1
 _MOST_COUNTED = 10_000
 _MOST_MEASURED = 1_000_000
 _LEAST_MEASURED = 1e-6
@@ -99,9 +99,10 @@ def shortened(value: object) -> str:
 
 
 def _most(name: str, *, is_measured: bool) -> int:
-    for part in (name, name.rpartition("_")[2]):
+    words = name.split("_")
+    if _LIMIT_WORDS.intersection(words) and words[-1] not in ("s", "len"):
+        return _MOST_OF_LIMITS
+    for part in (name, words[-1]):
         if part in _MOST:
             return _MOST[part]
-    if is_measured:
-        return _MOST_MEASURED
-    return _MOST_OF_LIMITS if name.startswith("max_") else _MOST_COUNTED
+    return _MOST_MEASURED if is_measured else _MOST_COUNTED

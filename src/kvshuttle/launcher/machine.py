@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
@@ -103,15 +104,17 @@ def claim_port(host: str, port: int) -> socket.socket | None:
 def claim(what: str) -> socket.socket | None:
     """A mark that no other process of this machine can have until it is closed; None when one has it already.
 
-    It is an abstract socket: no file is left behind, and it is gone with its process.
+    It is an abstract socket: no file is left behind, and it is gone with its process. Where such sockets are not
+    permitted everybody may have it.
     """
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # Longer names than a socket's may be.
         mark.bind(f"\0kvshuttle-{hashlib.sha256(what.encode(errors='surrogateescape')).hexdigest()}")
-    except OSError:
-        mark.close()
-        return None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            mark.close()
+            return None
     return mark
 
 

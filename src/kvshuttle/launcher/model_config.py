@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _FILE = "config.json"
 _LENGTH_KEY = "max_position_embeddings"
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+"""Where they have a factor, vLLM's length follows from it by rules of its own."""
 _BYTES_OF_HALF = 2
 _BYTES_OF_FLOAT = 4
 
@@ -33,16 +35,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"--model: {path} holds {type(values).__name__}, no object; give the directory of a model")
     text = values.get("text_config")
-    values = text if isinstance(text, dict) else values
-    length = values.get(_LENGTH_KEY, 0)
-    if not is_int(length) or length < 0:
-        raise ConfigError(f"--model: {path}: {_LENGTH_KEY}: a whole number of tokens, got {length!r}")
-    return values
+    return text if isinstance(text, dict) else values
 
 
 def context_tokens_in(config: Mapping[str, Any]) -> int:
-    """The longest prompt with its answer; 0 where it does not say."""
-    return int(config.get(_LENGTH_KEY, 0))
+    """The longest prompt with its answer; 0 where this does not say, or where vLLM may take longer ones."""
+    is_longer = config.get("model_max_length") or any("factor" in (config.get(key) or {}) for key in _ROPE_KEYS)
+    return 0 if is_longer else _count(config, _LENGTH_KEY)
 
 
 def dtype_in(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,12 +59,24 @@ def prepare(config: LauncherConfig, around: Surroundings) -> FleetPlan:
     _check_files(around)
     model = find_model(config.model, around.cache_dir, env=around.env, report=around.report)
     plan = plan_fleet(config, model, machine, free_ports(random.Random()), sys.executable)  # noqa: S311 - ports, no secrets
+    plan = _kept_on_this_machine(plan, around.env)
     around.log_dir.mkdir(parents=True, exist_ok=True)
     if around.state_path is not None:
         around.state_path.parent.mkdir(parents=True, exist_ok=True)
     if around.log_dir.parent == _logs_in(around.cache_dir):
         delete_old_logs(around.log_dir.parent, time.time())
     return plan
+
+
+def _kept_on_this_machine(plan: FleetPlan, env: Mapping[str, str]) -> FleetPlan:
+    """UCX lets its peers in at every address of the machine unless it is told not to; an operator's word is left alone.
+
+    A list of transports may have none that works on loopback, such as RDMA's.
+    """
+    if "UCX_NET_DEVICES" in env or "UCX_TLS" in env:
+        return plan
+    engines = (replace(engine, env={"UCX_NET_DEVICES": "lo", **engine.env}) for engine in plan.engines)
+    return replace(plan, engines=tuple(engines))
 
 
 def _check_address(config: LauncherConfig) -> None:
@@ -74,7 +86,7 @@ def _check_address(config: LauncherConfig) -> None:
         )
     if config.port and not is_port_free(config.host, config.port):
         where = f"{config.host}:{config.port}"
-        raise LaunchFailed(f"--port: {where} is taken or not permitted. {_another_port(config.port)}")
+        raise LaunchFailed(f"--port: {where} is taken or not permitted. Choose another, {_such_as(config.port)}.")
 
 
 @contextlib.contextmanager
@@ -83,14 +95,15 @@ def claimed_port(config: LauncherConfig) -> Iterator[None]:
     mark = claim_port(config.host, config.port) if config.port else None
     if config.port and mark is None:
         raise LaunchFailed(
-            f"--port: another kvshuttle starts or serves at {config.host}:{config.port}. {_another_port(config.port)}"
+            f"--port: another kvshuttle starts or serves at {config.host}:{config.port}."
+            f" Wait until that one has ended, or choose another, {_such_as(config.port)}."
         )
     with mark or contextlib.nullcontext():
         yield
 
 
-def _another_port(port: int) -> str:
-    return f"Choose another, e.g. `--port {port + 1}` (with make: `PORT={port + 1}`)."
+def _such_as(port: int) -> str:
+    return f"e.g. `--port {port + 1}` (with make: `PORT={port + 1}`)"
 
 
 def _check_plan(config: LauncherConfig, machine: Machine, around: Surroundings) -> None:
@@ -122,7 +135,8 @@ def _check_files(around: Surroundings) -> None:
 def claimed_directory(option: str, directory: Path) -> Iterator[Path]:
     """A directory to write to that no other process has meanwhile. Raises ``ConfigError`` naming ``option``."""
     check_directory(option, directory)
-    mark = claim(f"directory {directory.resolve()}")
+    # Containers that share a network may each have a directory of that name.
+    mark = claim(f"directory {Path('/proc/self/ns/mnt').readlink()} {directory.resolve()}")
     if mark is None:
         raise ConfigError(
             f"{option}: another kvshuttle writes to {directory}; wait for it, or choose another directory"

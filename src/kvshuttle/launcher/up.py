@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from kvshuttle.launcher.prepare import Surroundings
 
 _WATCH_EVERY_S = 0.5
-_ENVIRONMENT = {
-    # Everything is on this machine. UCX would let its peers in at every address that the machine has.
-    "UCX_NET_DEVICES": "lo",
-}
 
 
 class StopSignal:
@@ -72,7 +68,7 @@ def open_fleet(plan: FleetPlan, config: LauncherConfig, around: Surroundings) ->
     """The fleet of ``plan``, not started yet."""
     return Fleet(
         plan,
-        env={**_ENVIRONMENT, **around.env},
+        env=around.env,
         log_dir=around.log_dir,
         report=around.report,
         state_path=around.state_path,

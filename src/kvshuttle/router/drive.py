@@ -222,6 +222,8 @@ class Drive:
         if placement.engine is not None:
             return self._routing.registry.engines[placement.engine]
         self._trip.release()
+        if placement.reason is PlacementReason.NO_ENGINE_UP:
+            self._take(Route.PAIR if source else Route.LOCAL, RouteReason.NO_DECODE_ENGINE)
         if source is None or placement.reason is not PlacementReason.NO_COMPATIBLE_PAIR:
             self._trip.give_up(503, _NO_DECODE_ENGINE)
         self._fall_back(RouteReason.NO_COMPATIBLE_PAIR, 503)

@@ -132,7 +132,7 @@ class RequestParser:
                 raise _RefusedError(413, self._body_too_long())
             if name == b"content-encoding" and value.lower() != b"identity":
                 raise _RefusedError(415, "Compressed request bodies are not supported.")
-            if name == b"transfer-encoding" and value.lower() != b"chunked":
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
                 raise _RefusedError(501, "Of transfer encodings only chunked is supported.")
             if name == b"expect":
                 self._expect(value)

@@ -41,6 +41,12 @@ SMALL_MODEL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too much for two may not be for the machine of a test."""
+    monkeypatch.setattr("kvshuttle.launcher.machine.usable_cores", lambda: (0, 1))
+
+
 def model_in(directory: Path, config: Any) -> Path:
     model = directory / "model"
     model.mkdir()
@@ -118,7 +124,6 @@ def test_what_cannot_be_run_is_told_and_leaves_no_directory_behind(
         ("", "config.json: Expecting value"),
         ("[]", "config.json holds list, no object; give the directory of a model"),
         ("[" * 100_000, "config.json: "),
-        ({"max_position_embeddings": "long"}, "max_position_embeddings: a whole number of tokens, got 'long'"),
         ({"text_config": {"max_position_embeddings": 64}}, " takes 64; "),
     ],
 )
@@ -297,6 +302,13 @@ def test_a_report_that_cannot_be_written_is_not_taken_for_no_run(
     monkeypatch.setattr("kvshuttle.bench.report.write_report", full)
     assert main(["bench", "report", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.endswith("--out: [Errno 28] No space left on device\n")
+
+
+def test_a_run_of_churn_does_not_go_on_in_a_published_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "records.jsonl.gz").write_bytes(b"published")
+    assert main(["bench", "churn", "--out", str(tmp_path)]) == 2
+    assert f"--out: {tmp_path} holds a run already, which cannot go on" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["records.jsonl.gz"]
 
 
 def test_two_processes_do_not_measure_into_one_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,18 @@ def test_a_taken_port_is_blamed_on_the_port(tmp_path: Path) -> None:
             prepare(LauncherConfig(model="/nowhere", port=port), surroundings(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("env", "expected"), [({}, "lo"), ({"UCX_NET_DEVICES": "eth7"}, None), ({"UCX_TLS": "rc,cuda_ipc"}, None)]
+)
+def test_transfers_stay_on_this_machine_unless_the_operator_says_something_of_them(
+    env: dict[str, str], expected: str | None, tmp_path: Path
+) -> None:
+    plan = prepare(LauncherConfig(model=model_in(tmp_path), port=0), surroundings(tmp_path, env=env))
+    assert [engine.env.get("UCX_NET_DEVICES") for engine in plan.engines] == [expected] * 2
+    assert plan.router is not None
+    assert "UCX_NET_DEVICES" not in plan.router.env
+
+
 def test_a_port_that_another_launcher_is_starting_for_is_refused_until_that_one_has_ended() -> None:
     config = LauncherConfig(port=next(free_ports(random.Random())))
     refusal = f"--port: another kvshuttle starts or serves at 127.0.0.1:{config.port}"
