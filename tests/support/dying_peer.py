@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SIZE_BYTES = 64 * 1024 * 1024
 FILL = 7
+_SAMPLE_BYTES = SIZE_BYTES // 64
+_MAX_TRIES = 50
 
 
 def hold(pipe: Connection) -> None:
@@ -74,6 +76,22 @@ class Reader:
         if number is signal.SIGKILL:
             self.holder.join()
 
+    def stop_half_way(self) -> NixlTransfer:
+        """A read whose holder was stopped in the middle of it."""
+        for _ in range(_MAX_TRIES):
+            transfer = self.post()
+            # A look at all of the memory takes as long as the rest of the read.
+            while not self.memory[::_SAMPLE_BYTES].any() and self.transport.poll(transfer) is TransferStatus.PENDING:
+                pass
+            self.signal(signal.SIGSTOP)
+            self.follow(transfer, 0.5)
+            if transfer.status is TransferStatus.PENDING:
+                return transfer
+            self.signal(signal.SIGCONT)
+            self.transport.release(transfer)
+            self.memory[:] = 0
+        raise RuntimeError("every read ended before its holder had stopped")
+
     def count(self) -> int:
         """Bytes that have arrived."""
         return int((self.memory == FILL).sum())
@@ -96,11 +114,7 @@ def kill_before(reader: Reader) -> dict[str, Any]:
 
 def kill_during(reader: Reader) -> dict[str, Any]:
     """The peer stops in the middle of a read, and is killed a while later."""
-    transfer = reader.post()
-    while not reader.count() and reader.transport.poll(transfer) is TransferStatus.PENDING:
-        pass
-    reader.signal(signal.SIGSTOP)
-    reader.follow(transfer, 0.5)
+    transfer = reader.stop_half_way()
     while_stopped = transfer.status.value
     reader.signal(signal.SIGKILL)
     started_at_s = time.monotonic()
@@ -110,11 +124,7 @@ def kill_during(reader: Reader) -> dict[str, Any]:
 
 def stop_and_remove(reader: Reader) -> dict[str, Any]:
     """The peer stops in the middle of a read, we give it up, and then it goes on."""
-    transfer = reader.post()
-    while not reader.count() and reader.transport.poll(transfer) is TransferStatus.PENDING:
-        pass
-    reader.signal(signal.SIGSTOP)
-    reader.follow(transfer, 0.5)
+    transfer = reader.stop_half_way()
     reader.transport.remove_peer(reader.peer)
     seen = {"status": transfer.status.value, "is_released_while_stopped": reader.transport.release(transfer)}
     before = reader.count()
