@@ -19,6 +19,7 @@ from support.router_cluster import PATIENCE_S, Cluster
 
 BODY = {"model": "m", "prompt": "hello"}
 SECRET = "0123456789abcdef0123456789abcdef"
+_MAX_LOG_BYTES = 1 << 20
 
 
 def side_channel_of(engine: FakeEngine, secret: bytes | None) -> SideChannelThread:
@@ -57,8 +58,9 @@ class Process(Cluster):
 
     def _is_listening(self) -> bool:
         assert self.process.poll() is None, "the router did not start"
-        self.log.seek(0)
-        match = re.search(rb"listening on 127\.0\.0\.1 port (\d+)", self.log.read())
+        # The process writes where this file stands: to seek would have it write over its own words.
+        log = os.pread(self.log.fileno(), _MAX_LOG_BYTES, 0)
+        match = re.search(rb"listening on 127\.0\.0\.1 port (\d+)", log)
         self.port = int(match.group(1)) if match else 0
         return bool(match)
 
