@@ -40,7 +40,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 def context_tokens_in(config: Mapping[str, Any]) -> int:
     """The longest prompt with its answer; 0 where this does not say, or where vLLM may take longer ones."""
-    is_longer = config.get("model_max_length") or any("factor" in (config.get(key) or {}) for key in _ROPE_KEYS)
+    ropes = [rope for key in _ROPE_KEYS if isinstance(rope := config.get(key), dict)]
+    is_longer = config.get("model_max_length") or any("factor" in rope for rope in ropes)
     return 0 if is_longer else _count(config, _LENGTH_KEY)
 
 

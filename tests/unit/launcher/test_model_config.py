@@ -37,6 +37,7 @@ def test_the_kv_of_a_token_follows_from_the_models_shape_where_it_is_kept_as_usu
         ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 0),
         ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 0),
         ({"max_position_embeddings": 64, "model_max_length": 128}, 0),
+        ({"max_position_embeddings": 64, "rope_scaling": 5, "rope_parameters": "factor"}, 64),
         ({"max_position_embeddings": None}, 0),
         ({"max_position_embeddings": "long"}, 0),
     ],
