@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from kvshuttle.bench.churn_rest import Rest, end_record
 from kvshuttle.bench.churn_talk import Asker, Talker
 from kvshuttle.bench.churn_watch import Watch
 from kvshuttle.bench.load import BENCH_SERVE_OWN_PROMPTS, LoadGenerator, write_prompt_tokenizer
-from kvshuttle.bench.machine_facts import machine_facts
+from kvshuttle.bench.machine_facts import write_facts
 from kvshuttle.bench.plan_file import claim
 from kvshuttle.bench.record_file import has_records
 from kvshuttle.bench.router_calls import wait_for_pair
@@ -82,7 +81,7 @@ def run_churn(plan: ChurnPlan, out_dir: Path, *, env: Mapping[str, str], say: Ca
     claim(plan, out_dir)
     write_model_dir(out_dir / "model", profile, max_model_len=plan.max_model_len)
     write_prompt_tokenizer(out_dir / TOKENIZER_DIR, out_dir / "model")
-    (out_dir / FACTS_FILE).write_text(json.dumps(machine_facts(profile), indent=1) + "\n")
+    write_facts(out_dir / FACTS_FILE, profile, is_continued=False)
     fleet_plan = plan_churn_fleet(plan, out_dir / "model", profile.geometry.dtype)
     with (
         Fleet(fleet_plan, env=env, log_dir=out_dir / "logs", report=say) as fleet,

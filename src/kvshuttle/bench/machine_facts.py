@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvshuttle
+from kvshuttle.bench.run_files import write_whole
 from kvshuttle.config.checks import shortened
 from kvshuttle.emulate.profile import to_mapping
 from kvshuttle.errors import ConfigError
@@ -94,9 +95,7 @@ def write_facts(path: Path, profile: Profile | None, *, is_continued: bool) -> N
     facts = machine_facts(profile)
     if is_continued and path.exists():
         facts = joined_facts(read_facts(path, is_emulated=False), facts)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(facts, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def joined_facts(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from kvshuttle.bench.run_files import PLAN_FILE
+from kvshuttle.bench.run_files import PLAN_FILE, write_whole
 from kvshuttle.config.checks import check_number, shortened
 from kvshuttle.errors import ConfigError
 
@@ -109,9 +109,8 @@ def claim(plan: P, out_dir: Path) -> P:
         both = {name: {*getattr(earlier, name), *getattr(plan, name)} for name in plan.growing}
         grown = {name: tuple(value for value in plan.growing[name] if value in both[name]) for name in both}
         plan = replace(plan, **grown)
-    written = path.with_name(f"{path.name}.part")
-    written.write_text(json.dumps({_BENCHMARK_KEY: plan.benchmark, **mapping_of(plan)}, indent=1) + "\n")
-    written.replace(path)
+    text = json.dumps({_BENCHMARK_KEY: plan.benchmark, **mapping_of(plan)}, indent=1)
+    write_whole(path, f"{text}\n".encode())
     return plan
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
 
+from kvshuttle.bench.run_files import write_whole
 from kvshuttle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def append_records(path: Path, records: Sequence[Any]) -> None:
     A published run that goes on is unpacked first. Raises ``ConfigError`` where that cannot be.
     """
     if not path.exists() and (packed := _packed(path)).exists():
-        _replace(path, _data_of(packed))
+        write_whole(path, _data_of(packed))
     with path.open("ab+") as file:
         _cut_broken_line(file)
         file.write(_lines_of(records))
@@ -66,7 +67,7 @@ def resume_finished(path: Path, decoder: msgspec.json.Decoder[R]) -> list[R]:
     """The same for a run that goes on, which takes the others out of the file: their cells are written again."""
     finished = read_finished(path, decoder)
     if has_records(path):
-        _replace(path, _lines_of(finished))
+        write_whole(path, _lines_of(finished))
     return finished
 
 
@@ -109,13 +110,6 @@ def _data_of(path: Path) -> bytes:
 
 def _lines_of(records: Sequence[Any]) -> bytes:
     return b"".join(_ENCODER.encode(record) + b"\n" for record in records)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """All of it or nothing, whatever happens meanwhile."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def _cut_broken_line(file: BinaryIO) -> None:
