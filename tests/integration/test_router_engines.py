@@ -254,11 +254,13 @@ def test_a_model_that_only_the_decode_engine_has_is_served_there_alone():
 
 
 def test_load_is_spread_by_outstanding_prefill_tokens_and_decode_requests():
-    with cluster(2, 2) as two:
+    with cluster(2, 2, mode="push") as two:
         for engine in [*two.prefills, *two.decodes]:
             engine.script.extend([hang] * 2)
         clients = [two.send_post(COMPLETIONS, BODY) for _ in range(4)]
-        two.wait_for(lambda: [len(prefill.calls) for prefill in two.prefills] == [2, 2])
+        two.wait_for(lambda: sum(len(engine.calls) for engine in [*two.prefills, *two.decodes]) == 8)
+        assert [len(prefill.calls) for prefill in two.prefills] == [2, 2]
+        assert [len(decode.calls) for decode in two.decodes] == [2, 2]
         for client in clients:
             client.close()
 
